@@ -1,0 +1,1 @@
+"""Commit: where the accepted path goes in the KV caches."""

@@ -1,0 +1,1 @@
+"""Draft heads: configuration, reference forward, and the parallel head inside SGLang."""

@@ -1,0 +1,1 @@
+"""Acceptance: which path of a verified tree is committed."""
