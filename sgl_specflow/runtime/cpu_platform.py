@@ -1,0 +1,147 @@
+"""Reference platform: unmodified SGLang on a CPU, in plain PyTorch. Read from SGLang 0.5.23.
+
+It serves as ground truth for the tests and for a look at the whole path without a GPU. It needs no kernel library
+(`sgl_kernel`), no AMX and no Triton. It is not SGLang's own CPU engine (`SGLANG_USE_CPU_ENGINE=1`), which needs all of
+the first two.
+"""
+
+import os
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+NAME = "sgl_specflow_cpu"
+
+# Sized for a reference: a user's --max-total-tokens and --max-running-requests win.
+DEFAULT_MAX_TOTAL_TOKENS = 65536
+DEFAULT_MAX_RUNNING_REQUESTS = 32
+
+# Backends whose forward is plain PyTorch. A plugin that brings its own adds its name before the arguments resolve.
+ATTENTION_BACKENDS = {"torch_native"}
+SPECULATIVE_ALGORITHMS = set()
+
+
+def accelerator_present() -> bool:
+    """Whether PyTorch sees a device other than the CPU."""
+    if torch.cuda.is_available():
+        return True
+    for name in ("xpu", "npu", "musa", "mps", "hpu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available():
+            return True
+    return torch.accelerator.current_accelerator(check_available=True) is not None
+
+
+def activate() -> str | None:
+    """Entry point of group `sglang.srt.platforms`: the platform's dotted path, or None to leave SGLang its choice.
+
+    SGLANG_PLATFORM decides where it is set. Without it the reference platform stands in only where there is no
+    accelerator and SGLang's own CPU engine was not asked for.
+    """
+    selected = os.environ.get("SGLANG_PLATFORM")
+    if selected:
+        if selected != NAME:
+            return None
+        # SGLang's modules pick CUDA kernels from torch.cuda.is_available(), whatever the platform says: hide the
+        # devices from this process, if CUDA is not up yet, and from the workers that it starts.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or accelerator_present():
+        return None
+    return f"{__name__}.{ReferenceCpuPlatform.__name__}"
+
+
+class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """SGLang on the CPU with PyTorch attention, PyTorch sampling, no overlap and no graphs."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int | None = None) -> str:
+        # A string: ServerArgs takes this as its --device default and splits it.
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        # What the user gave. By now SGLang has put its own CPU engine's choices over it.
+        given = server_args._raw_input
+        _refuse_conflicts(given)
+        server_args.device = "cpu"
+        server_args.attention_backend = given["attention_backend"] or self.get_default_attention_backend()
+        server_args.sampling_backend = "pytorch"
+        server_args.disable_overlap_schedule = True
+        if given["max_total_tokens"] is None:
+            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+        if given["max_running_requests"] is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        if kind != "mha":
+            return None
+        from sgl_specflow.runtime.cpu_ops import TorchMHATokenToKVPool
+
+        return TorchMHATokenToKVPool
+
+    def get_speculative_cache_locs_fn(self):
+        from sgl_specflow.runtime.cpu_ops import extend_cache_locs
+
+        return extend_cache_locs
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in SPECULATIVE_ALGORITHMS
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return backend in ATTENTION_BACKENDS
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return self.get_default_attention_backend()
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_quantization_config(self, quantization: str):
+        raise ValueError(
+            f"The checkpoint (or --quantization) asks for {quantization!r}; the CPU reference platform runs float32, "
+            "bfloat16 and float16 weights only. Use an unquantized checkpoint."
+        )
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
+
+def _refuse_conflicts(given: dict) -> None:
+    """Raise on the first flag that this platform cannot serve, by name."""
+    device = given["device"]
+    if device is not None and device.split(":")[0] != "cpu":
+        raise ValueError(
+            f"--device {device} was given, but SGLang runs on the CPU reference platform ({NAME}). Allowed: cpu. "
+            "Leave --device out, or unset SGLANG_PLATFORM on a machine with an accelerator."
+        )
+    allowed = {
+        "attention_backend": sorted(ATTENTION_BACKENDS),
+        "prefill_attention_backend": sorted(ATTENTION_BACKENDS),
+        "decode_attention_backend": sorted(ATTENTION_BACKENDS),
+        "speculative_draft_attention_backend": sorted(ATTENTION_BACKENDS),
+        "sampling_backend": ["pytorch"],
+        "cuda_graph_backend_decode": ["disabled"],
+        "cuda_graph_backend_prefill": ["disabled"],
+        "kv_cache_dtype": ["auto", "bf16", "bfloat16"],
+        "quantization": [],
+        "enable_torch_compile": [False],
+        "tp_size": [1],
+        "pp_size": [1],
+        "dp_size": [1],
+    }
+    for field, choices in allowed.items():
+        value = given[field]
+        if value is not None and value not in choices:
+            raise ValueError(
+                f"--{field.replace('_', '-')} {value} was given, but the CPU reference platform ({NAME}) "
+                f"{'allows ' + ', '.join(map(str, choices)) if choices else 'does not support it'}. Leave the flag out."
+            )
