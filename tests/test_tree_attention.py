@@ -86,6 +86,8 @@ CASES = [
     Case("float16", dtype=torch.float16, config=small(4)),
     Case("the_table_picks", prefix=(100, 12), nodes=9),
 ]
+# The interpreter multiplies the raw bits of bfloat16 operands in a dot (triton 3.8, interpreter.py:create_dot).
+INTERPRETED = [case for case in CASES if case.dtype != torch.bfloat16]
 NAIVE_ONLY = [
     Case("head_dim_96", head_dim=96, value_dim=80),
     Case("float64", dtype=torch.float64),
@@ -258,7 +260,7 @@ def test_naive_is_softmax_over_prefix_and_ancestors(case):
 
 
 @interpreter
-@named(CASES)
+@named(INTERPRETED)
 def test_interpreted_kernel_is_softmax_over_prefix_and_ancestors(case):
     check(case, "triton", "cpu", case.config)
 
@@ -272,7 +274,7 @@ def test_the_kernel_holds_in_the_interpreter():
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert f"{len(CASES)} passed" in run.stdout
+    assert f"{len(INTERPRETED)} passed" in run.stdout
 
 
 @gpu
