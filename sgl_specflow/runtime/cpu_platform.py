@@ -8,9 +8,16 @@ the first two.
 import os
 
 import torch
+from sglang.srt.arg_groups.choices import (
+    DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+    add_deterministic_attention_backend_choices,
+)
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.runtime.names import is_tree_algorithm
 
 NAME = "sgl_specflow_cpu"
 
@@ -20,7 +27,6 @@ DEFAULT_MAX_RUNNING_REQUESTS = 32
 
 # Backends whose forward is plain PyTorch. A plugin that brings its own adds its name before the arguments resolve.
 ATTENTION_BACKENDS = {"torch_native"}
-SPECULATIVE_ALGORITHMS = set()
 
 
 def accelerator_present() -> bool:
@@ -49,10 +55,10 @@ def activate() -> str | None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or accelerator_present():
         return None
-    return f"{__name__}.{ReferenceCpuPlatform.__name__}"
+    return f"{__name__}.{CpuReferencePlatform.__name__}"
 
 
-class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
+class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
     """SGLang on the CPU with PyTorch attention, PyTorch sampling, no overlap and no graphs."""
 
     _enum = PlatformEnum.OOT
@@ -62,6 +68,11 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # A string: ServerArgs takes this as its --device default and splits it.
         return "cpu"
 
+    def init_backend(self) -> None:
+        # In each worker. SGLang decorates a few small functions (seeded sampling, penalties) with torch.compile, which
+        # would want a C++ compiler here.
+        torch.compiler.set_stance("force_eager")
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
@@ -69,6 +80,10 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # What the user gave. By now SGLang has put its own CPU engine's choices over it.
         given = server_args._raw_input
         _refuse_conflicts(given)
+        if given["enable_deterministic_inference"]:
+            # The flag that makes SGLang honour a request's sampling_seed.
+            unlisted = ATTENTION_BACKENDS.difference(DETERMINISTIC_ATTENTION_BACKEND_CHOICES)
+            add_deterministic_attention_backend_choices(sorted(unlisted))
         server_args.device = "cpu"
         server_args.attention_backend = given["attention_backend"] or self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
@@ -91,7 +106,7 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return extend_cache_locs
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm in SPECULATIVE_ALGORITHMS
+        return is_tree_algorithm(algorithm)
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         return backend in ATTENTION_BACKENDS
@@ -103,9 +118,10 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def get_quantization_config(self, quantization: str):
-        raise ValueError(
-            f"The checkpoint (or --quantization) asks for {quantization!r}; the CPU reference platform runs float32, "
-            "bfloat16 and float16 weights only. Use an unquantized checkpoint."
+        raise SpecflowConfigError(
+            given=f"quantization {quantization!r}, from the checkpoint or from --quantization",
+            allowed="unquantized float32, bfloat16 and float16 weights on the CPU reference platform",
+            todo="use an unquantized checkpoint",
         )
 
     def get_torch_profiler_activity_str(self) -> str:
@@ -116,32 +132,38 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _refuse_conflicts(given: dict) -> None:
-    """Raise on the first flag that this platform cannot serve, by name."""
+    """Raise SpecflowConfigError on the first flag that this platform cannot serve."""
     device = given["device"]
     if device is not None and device.split(":")[0] != "cpu":
-        raise ValueError(
-            f"--device {device} was given, but SGLang runs on the CPU reference platform ({NAME}). Allowed: cpu. "
-            "Leave --device out, or unset SGLANG_PLATFORM on a machine with an accelerator."
+        raise SpecflowConfigError(
+            given=f"--device {device} with SGLang on the platform {NAME}",
+            allowed="--device cpu",
+            todo="leave --device out, or unset SGLANG_PLATFORM on a machine with an accelerator",
         )
+    backends = sorted(ATTENTION_BACKENDS)
     allowed = {
-        "attention_backend": sorted(ATTENTION_BACKENDS),
-        "prefill_attention_backend": sorted(ATTENTION_BACKENDS),
-        "decode_attention_backend": sorted(ATTENTION_BACKENDS),
-        "speculative_draft_attention_backend": sorted(ATTENTION_BACKENDS),
+        "attention_backend": backends,
+        "prefill_attention_backend": backends,
+        "decode_attention_backend": backends,
+        "speculative_draft_attention_backend": backends,
         "sampling_backend": ["pytorch"],
         "cuda_graph_backend_decode": ["disabled"],
         "cuda_graph_backend_prefill": ["disabled"],
         "kv_cache_dtype": ["auto", "bf16", "bfloat16"],
         "quantization": [],
         "enable_torch_compile": [False],
+        "enable_unified_memory": [False],
         "tp_size": [1],
         "pp_size": [1],
         "dp_size": [1],
     }
     for field, choices in allowed.items():
         value = given[field]
-        if value is not None and value not in choices:
-            raise ValueError(
-                f"--{field.replace('_', '-')} {value} was given, but the CPU reference platform ({NAME}) "
-                f"{'allows ' + ', '.join(map(str, choices)) if choices else 'does not support it'}. Leave the flag out."
-            )
+        if value is None or value in choices:
+            continue
+        flag = f"--{field.replace('_', '-')}"
+        raise SpecflowConfigError(
+            given=f"{flag} {value} on the CPU reference platform ({NAME})",
+            allowed=", ".join(f"{flag} {choice}" for choice in choices if choice is not False) or "the default only",
+            todo=f"leave {flag} out",
+        )

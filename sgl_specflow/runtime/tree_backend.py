@@ -9,17 +9,19 @@ What a pass reads from the scheduler's tables is copied before the pass: while i
 finished request's row to a new one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.plugins.hook_registry import HookType
 
 from sgl_specflow.kernels.tree_attention import tree_attention
 from sgl_specflow.runtime.names import is_tree_algorithm
 from sgl_specflow.runtime.prefix_table import pack_prefix
-from sgl_specflow.tree import ancestor_bits
+from sgl_specflow.tree.token_tree import pack_bits
 
 
 @dataclass
@@ -27,43 +29,60 @@ class TreeMetadata:
     """What every layer of one pass reads. R requests of N nodes.
 
     `prefix_indptr` int32 [R + 1] and `prefix_slots` [at least prefix_indptr[R]]: each request's committed slots in
-    position order. `ancestors` int32 [R, N, W], `depth` int64 [R, N].
+    position order. `ancestors` int32 [R, N, W], `depth` int64 [R, N]. `causal` is `ancestors` without the nodes that
+    come later in node order: the same for a tree, but not for a bidirectional block, whose sliding layers are causal.
     """
 
     prefix_indptr: torch.Tensor
     prefix_slots: torch.Tensor
     ancestors: torch.Tensor
+    causal: torch.Tensor
     depth: torch.Tensor
 
     @classmethod
     def empty(cls, requests: int, nodes: int, context_length: int, device: torch.device) -> "TreeMetadata":
         """Buffers of fixed address for CUDA graphs of up to `requests` requests."""
-        alone = torch.full((requests, nodes), -1, dtype=torch.int64, device=device)
+        alone = _alone(requests, nodes, device)
         return cls(
             prefix_indptr=torch.zeros(requests + 1, dtype=torch.int32, device=device),
             prefix_slots=torch.zeros(requests * context_length, dtype=torch.int32, device=device),
-            ancestors=ancestor_bits(alone, max_depth=0),
-            depth=torch.zeros_like(alone),
+            ancestors=alone,
+            causal=alone.clone(),
+            depth=torch.zeros(requests, nodes, dtype=torch.int64, device=device),
         )
 
     def first(self, requests: int) -> "TreeMetadata":
         """Views of the first `requests` requests."""
         return TreeMetadata(
-            self.prefix_indptr[: requests + 1], self.prefix_slots, self.ancestors[:requests], self.depth[:requests]
+            self.prefix_indptr[: requests + 1],
+            self.prefix_slots,
+            self.ancestors[:requests],
+            self.causal[:requests],
+            self.depth[:requests],
         )
 
     def fill(self, tree_input, requests: int) -> None:
         """Take a pass's tree; requests past the input's own (graph padding) see only themselves."""
-        if tree_input.ancestors is not None:
-            live = tree_input.ancestors.shape[0]
+        live = 0 if tree_input.ancestors is None else tree_input.ancestors.shape[0]
+        nodes = self.depth.shape[1]
+        if live:
             self.ancestors[:live].copy_(tree_input.ancestors)
             self.depth[:live].copy_(tree_input.depth)
-        else:
-            live = 0
         if live < requests:
-            alone = torch.full_like(self.depth[live:requests], -1)
-            self.ancestors[live:requests].copy_(ancestor_bits(alone, max_depth=0))
+            self.ancestors[live:requests].copy_(_alone(requests - live, nodes, self.depth.device))
             self.depth[live:requests].zero_()
+        torch.bitwise_and(self.ancestors, _not_later(nodes, self.depth.device), out=self.causal)
+
+
+def _alone(requests: int, nodes: int, device: torch.device) -> torch.Tensor:
+    """Bits under which each node sees itself only."""
+    return pack_bits(torch.eye(nodes, dtype=torch.bool, device=device)).expand(requests, -1, -1).contiguous()
+
+
+@lru_cache
+def _not_later(nodes: int, device: torch.device) -> torch.Tensor:
+    """Bits [N, W] under which node i sees nodes 0 to i."""
+    return pack_bits(torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril())
 
 
 def _metadata(backend, forward_batch) -> TreeMetadata:
@@ -72,7 +91,7 @@ def _metadata(backend, forward_batch) -> TreeMetadata:
     indptr, slots = pack_prefix(backend.tree_req_to_token, forward_batch)
     tree = TreeMetadata.empty(requests, nodes, 0, indptr.device)
     tree.fill(forward_batch.spec_info, requests)
-    return TreeMetadata(indptr, slots, tree.ancestors, tree.depth)
+    return replace(tree, prefix_indptr=indptr, prefix_slots=slots)
 
 
 class TreeVerify:
@@ -144,7 +163,7 @@ def _attend(pool, tree: TreeMetadata, layer, forward_batch, q, sinks) -> torch.T
         tree.prefix_indptr,
         tree.prefix_slots,
         forward_batch.out_cache_loc,
-        tree.ancestors,
+        tree.ancestors if layer.attn_type == AttentionType.ENCODER_ONLY else tree.causal,
         tree.depth,
         layer.scaling,
         logit_cap=float(layer.logit_cap or 0.0),

@@ -1,1 +1,5 @@
 """Acceptance: which path of a verified tree is committed."""
+
+from .acceptance import Accepted, accept
+
+__all__ = ["Accepted", "accept"]

@@ -1,0 +1,171 @@
+"""The parallel draft head inside SGLang: JetFlow (causal) and DFlash (bidirectional), in one pass or with path refresh.
+
+The head is SGLang's own `models/dflash.py` on a draft ModelRunner. Its context keys and values are written to the
+draft KV pool at the slots of the target's tokens, so a cached prefix serves both. Its block is a verify-like pass
+whose attention pattern is given as bits (`TreeInput`).
+"""
+
+import torch
+
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
+
+from sgl_specflow.runtime.marginals import TargetVocabulary
+from sgl_specflow.runtime.settings import TreeSettings
+from sgl_specflow.runtime.step import StepWindow
+from sgl_specflow.runtime.tree_input import TreeInput
+from sgl_specflow.tree import TokenTree, build_tree
+from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
+from sgl_specflow.tree.token_tree import pack_bits
+
+
+class ParallelDrafter:
+    """Drafts a token tree a request from one pass of the head (two with path refresh)."""
+
+    def __init__(self, settings: TreeSettings, server_args, gpu_id: int, nccl_port: int, target_worker):
+        self.settings = settings
+        runner = target_worker.model_runner
+        self.layout = resolve_draft_parallel_layout(
+            model_draft_parallel_spec(runner.spec_aux_config.draft_model_config, spec_algorithm=runner.spec_algorithm)
+        )
+        with draft_pp_context(), draft_tp_context(self.layout):
+            bundle = build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=runner.model_config,
+                algo_label=settings.algorithm,
+                attention_backend_override=_draft_backend(runner),
+            )
+        self.worker = bundle.draft_worker
+        self.runner = bundle.draft_model_runner
+        self.model = bundle.draft_model
+        self.vocabulary = TargetVocabulary.of(runner.model)
+        self.block_depth = torch.arange(settings.block, device=runner.device)
+        visible = torch.ones(settings.block, settings.block, dtype=torch.bool, device=runner.device)
+        self.block_bits = pack_bits(visible.tril() if settings.causal else visible)
+
+    def alloc_memory_pool(self, **pools) -> None:
+        with draft_tp_context(self.layout):
+            self.worker.alloc_memory_pool(**pools)
+
+    def init_attention_backends(self) -> None:
+        with draft_pp_context(), draft_tp_context(self.layout):
+            self.worker.init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        from sglang.srt.model_executor.cuda_graph_config import Backend
+
+        capture = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+        with draft_pp_context(), draft_tp_context(self.layout):
+            self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+
+    def write_context(self, target_hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write the head's context keys and values of T committed tokens.
+
+        Args:
+            target_hidden: [T, L * H], the target's hidden states at `target_layer_ids`.
+            slots: int64 [T] in the draft pool. A slot given twice must come with equal rows.
+            positions: int64 [T].
+        """
+        with torch.inference_mode(), draft_tp_context(self.layout):
+            context = self.model.project_target_hidden(target_hidden)
+            for layer in self.model.layers:
+                attention = layer.self_attn
+                k, v = attention.kv_proj_only(self.model.prepare_context_hidden_for_kv(layer, context))
+                k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
+                self.runner.token_to_kv_pool.set_kv_buffer(
+                    attention.attn,
+                    KVWriteLoc(slots, physical=True),
+                    k.view(-1, attention.num_kv_heads, attention.head_dim),
+                    v.view(-1, attention.num_kv_heads, attention.head_dim),
+                    attention.attn.k_scale,
+                    attention.attn.v_scale,
+                )
+
+    def write_ids(self, plan) -> torch.Tensor:
+        """The slots that plan writes, as the draft pool numbers them."""
+        return plan.write_ids(self.runner.kv_index_translator)
+
+    def draft(self, batch, window: StepWindow, max_depth: torch.Tensor | None) -> TokenTree:
+        """A tree of `budget` nodes a request. max_depth int64 [R] caps single requests (0: the anchor only)."""
+        settings = self.settings
+        requests = window.anchor.numel()
+        tokens = torch.full((requests, settings.block), settings.mask_token, device=window.anchor.device)
+        tokens[:, 0] = window.anchor
+        depth = self.block_depth.expand(requests, -1)
+        hidden = self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
+        rows = hidden[:, 1 : settings.depth + 1].flatten(0, 1)
+        log_probs, candidates, _ = self.vocabulary.best(rows, settings.width)
+        shape = (requests, settings.depth, -1)
+        first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
+        tree = build_tree(window.anchor, log_probs.view(shape), candidates.view(shape), first_budget, max_depth)
+        return self._refresh(batch, window, tree) if settings.path_refresh else tree
+
+    def _refresh(self, batch, window: StepWindow, tree: TokenTree) -> TokenTree:
+        """Re-score half a tree on its own branches and grow it to the whole budget."""
+        nodes = tree.budget
+        tokens, depth, bits = refresh_block(tree, self.settings.mask_token)
+        behind = self._run_block(batch, window, tokens, depth, bits)[:, nodes:]
+        # A node's own log-probability is asked of the mask behind its parent.
+        log_probs, candidates, own = self._score_children(behind, tree)
+        return rebuild_tree(tree, own, log_probs, candidates, self.settings.budget, self.settings.depth)
+
+    def _score_children(self, behind: torch.Tensor, tree: TokenTree):
+        requests, nodes, _ = behind.shape
+        log_probs, candidates, _ = self.vocabulary.best(behind.flatten(0, 1), self.settings.width)
+        parent_rows = behind.gather(1, tree.parent.clamp(min=0)[:, :, None].expand_as(behind)).flatten(0, 1)
+        _, _, own = self.vocabulary.best(parent_rows, 1, wanted=tree.token.flatten())
+        shape = (requests, nodes, -1)
+        return log_probs.view(shape), candidates.view(shape), own.view(requests, nodes)
+
+    def _run_block(self, batch, window: StepWindow, tokens, depth, bits) -> torch.Tensor:
+        """The head over a block: tokens, depth int64 [R, N], bits int32 [R, N, W] -> hidden [R, N, H]."""
+        requests, nodes = tokens.shape
+        positions = (window.committed_length[:, None] + depth).flatten()
+        plan = window.plan
+        slots = window.slots[:, :nodes].flatten()
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=requests,
+            input_ids=tokens.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=window.committed_length,
+            out_cache_loc=slots,
+            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            positions=positions,
+            input_embeds=self.vocabulary.embedding(tokens.flatten()),
+            spec_algorithm=batch.spec_algorithm,
+            spec_info=TreeInput(
+                draft_token=tokens.flatten(),
+                positions=positions,
+                draft_token_num=nodes,
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+                ancestors=bits,
+                depth=depth,
+            ),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            global_num_token_non_padded_cpu=requests * nodes,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        columns = None if nodes == self.settings.budget else _columns(requests, nodes, self.settings.budget, slots.device)
+        plan.bind(forward_batch, self.runner.kv_index_translator, cols=columns)
+        with torch.inference_mode(), draft_tp_context(self.layout):
+            output = self.runner.forward(forward_batch).logits_output
+        return output.hidden_states.view(requests, nodes, -1)
+
+
+def _columns(requests: int, nodes: int, budget: int, device) -> torch.Tensor:
+    """Flat indices of the window's first `nodes` columns."""
+    rows = torch.arange(requests, device=device) * budget
+    return (rows[:, None] + torch.arange(nodes, device=device)).flatten()
+
+
+def _draft_backend(target_runner) -> str:
+    """The draft runner's attention backend: it only ever runs our own block pass, so any that builds will do."""
+    return "triton" if str(target_runner.device).startswith("cuda") else target_runner.prefill_attention_backend_str

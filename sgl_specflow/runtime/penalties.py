@@ -1,0 +1,92 @@
+"""Penalties over a tree: every node is penalised for the output that its own path would have produced.
+
+SGLang's penalisers count committed tokens once a step; on a tree a node deeper down must also count the nodes above
+it, or the output differs from plain decoding's. We keep each penalised request's counts on the device, exact also
+under overlap scheduling, and add a node's path to them. The order is the one of SGLang's overlapped plain decoding:
+frequency, presence and minimum length first, repetition last.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_specflow.tree import TokenTree
+from sgl_specflow.verify import Accepted
+
+
+@dataclass
+class _Ledger:
+    """One request's output so far: counts float32 [V] and its stop tokens int64 [S]."""
+
+    counts: torch.Tensor
+    stop_tokens: torch.Tensor
+
+
+class TreePenalties:
+    """Output counts of the penalised requests, by their row of the request table."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self.vocab_size, self.device = vocab_size, device
+        self._ledgers: dict[int, _Ledger] = {}
+
+    def start(self, reqs, next_tokens: torch.Tensor) -> None:
+        """After a prefill: count what each penalised request has put out, and next_tokens int64 [R], its newest."""
+        for i, req in enumerate(reqs):
+            if not is_penalised(req):
+                continue
+            counts = torch.zeros(self.vocab_size, dtype=torch.float32, device=self.device)
+            output = torch.tensor(list(req.output_ids), dtype=torch.int64).to(self.device, non_blocking=True)
+            output = torch.cat([output, next_tokens[i : i + 1].to(torch.int64)])
+            counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.float32))
+            self._ledgers[req.req_pool_idx] = _Ledger(counts, _stop_tokens(req, self.device))
+
+    def apply(self, logits: torch.Tensor, reqs, tree: TokenTree) -> None:
+        """Penalise logits [R * B, V] in place, at every node of each penalised request."""
+        nodes = tree.budget
+        for i, req in enumerate(reqs):
+            if is_penalised(req):
+                rows = logits[i * nodes : (i + 1) * nodes]
+                above = tree.ancestor_mask()[i].float()
+                above[:, 0] = 0  # the anchor is counted as committed output
+                self._penalise(rows, req.sampling_params, self._ledgers[req.req_pool_idx], tree.token[i], above, tree.depth[i])
+
+    def _penalise(self, logits, params, ledger: _Ledger, token, above, depth) -> None:
+        nodes = token.numel()
+        counts = ledger.counts.repeat(nodes, 1).scatter_add_(1, token.expand(nodes, -1), above)
+        present = counts > 0
+        if params.frequency_penalty:
+            logits -= params.frequency_penalty * counts
+        if params.presence_penalty:
+            logits -= params.presence_penalty * present
+        if params.min_new_tokens:
+            too_short = ledger.counts.sum() + depth < params.min_new_tokens
+            logits[:, ledger.stop_tokens] += torch.where(too_short, -torch.inf, 0.0)[:, None]
+        if params.repetition_penalty != 1.0:
+            scaled = torch.where(logits < 0, logits * params.repetition_penalty, logits / params.repetition_penalty)
+            logits.copy_(torch.where(present, scaled, logits))
+
+    def commit(self, reqs, accepted: Accepted) -> None:
+        """Count what each penalised request committed."""
+        entry = torch.arange(accepted.tokens.shape[1], device=self.device)
+        committed = (entry < accepted.length[:, None]).float()
+        for i, req in enumerate(reqs):
+            if is_penalised(req):
+                self._ledgers[req.req_pool_idx].counts.scatter_add_(0, accepted.tokens[i], committed[i])
+
+
+def is_penalised(req) -> bool:
+    """Whether a request's logits depend on its own output."""
+    params = req.sampling_params
+    return bool(
+        params.frequency_penalty or params.presence_penalty or params.min_new_tokens or params.repetition_penalty != 1.0
+    )
+
+
+def _stop_tokens(req, device: torch.device) -> torch.Tensor:
+    """Tokens that end a request, as SGLang's BatchedMinNewTokensPenalizer collects them."""
+    tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    tokenizer = req.tokenizer
+    if tokenizer is not None:
+        tokens |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+        tokens.add(tokenizer.eos_token_id)
+    return torch.tensor(sorted(tokens - {None}), dtype=torch.int64).to(device, non_blocking=True)

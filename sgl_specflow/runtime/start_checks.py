@@ -1,0 +1,157 @@
+"""What a start with a tree algorithm must satisfy, checked before any weight is loaded.
+
+Called while SGLang resolves its arguments. Each refusal names what was given, what is allowed and what to do.
+"""
+
+import logging
+from pathlib import Path
+
+from sgl_specflow.drafter.checkpoint import check_checkpoint
+from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.runtime import hooks
+from sgl_specflow.runtime.settings import Options, TreeSettings
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+# Flags that a tree worker does not serve: (field of ServerArgs, values that are fine, why or what to do instead).
+CONFLICTS = [
+    ("pp_size", (1,), "pipeline parallelism is not supported; use --tp-size"),
+    ("enable_dp_attention", (False, None), "data-parallel attention is not supported; use --tp-size or --dp-size alone"),
+    ("attn_cp_size", (1, None), "context parallelism is not supported"),
+    ("dcp_size", (1, None), "decode context parallelism is not supported"),
+    ("disaggregation_mode", ("null", None), "serve prefill and decode from one server"),
+    ("enable_two_batch_overlap", (False, None), "leave it out"),
+    ("enable_pdmux", (False, None), "leave it out"),
+    ("enable_unified_memory", (False, None), "leave it out"),
+    ("enable_hierarchical_cache", (False, None), "leave it out"),
+    ("enable_lora", (False, None), "the head is trained for the bare target; merge the adapter into it"),
+    ("enable_watermark", (False, None), "leave it out"),
+    ("enable_mixed_chunk", (False, None), "leave it out"),
+    ("enable_return_hidden_states", (False, None), "leave it out"),
+    ("speculative_adaptive", (False, None), "the budget is fixed at start; leave it out"),
+    ("speculative_use_rejection_sampling", (False, None), "acceptance is exact already; leave it out"),
+    ("speculative_use_block_verification", (False, None), "acceptance is exact already; leave it out"),
+    ("speculative_accept_threshold_single", (1.0, None), "a threshold below 1 changes the output's distribution; leave it out"),
+    ("speculative_accept_threshold_acc", (1.0, None), "a threshold below 1 changes the output's distribution; leave it out"),
+    ("speculative_token_map", (None,), "the head uses the target's whole vocabulary; leave it out"),
+    ("speculative_dflash_block_size", (None,), "the block is the head's; use --speculative-num-draft-tokens for the budget"),
+    ("speculative_draft_window_size", (None,), "the window is the head's; leave it out"),
+]
+
+
+def resolve_server_args(algorithm: str, server_args) -> None:
+    """Check everything and write budget, depth, width and request limit into server_args (SGLang's stand-in)."""
+    hooks.check_applied()
+    refuse_conflicts(server_args)
+    head = load_head_config(server_args)
+    settings = TreeSettings.resolve(
+        algorithm,
+        head,
+        server_args.speculative_num_draft_tokens,
+        server_args.speculative_num_steps,
+        server_args.speculative_eagle_topk,
+        Options.from_environment(),
+    )
+    check_target(head, server_args)
+    server_args.speculative_num_draft_tokens = settings.budget
+    server_args.speculative_num_steps = settings.depth
+    server_args.speculative_eagle_topk = settings.width
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+    logger.info(settings.describe())
+
+
+def refuse_conflicts(server_args) -> None:
+    """Raise for the first flag that a tree worker does not serve."""
+    for field, fine, todo in CONFLICTS:
+        value = getattr(server_args, field, None)
+        if value not in fine:
+            flag = "--" + field.replace("_", "-")
+            raise SpecflowConfigError(
+                given=f"{flag} {value} with --speculative-algorithm {server_args.speculative_algorithm.lower()}",
+                allowed=f"{flag} {fine[0]}",
+                todo=todo,
+            )
+
+
+def draft_folder(server_args) -> Path:
+    """The head's folder; a hub id is fetched first."""
+    given = server_args.speculative_draft_model_path
+    if not given:
+        raise SpecflowConfigError(
+            given="no --speculative-draft-model-path",
+            allowed="the folder or hub id of a draft head that was trained for this target",
+            todo="add --speculative-draft-model-path; a head for SmolLM2-135M-Instruct comes with sgl_specflow",
+        )
+    folder = Path(given)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or given.startswith(".") or given.count("/") != 1:
+        raise SpecflowConfigError(
+            given=f"--speculative-draft-model-path {given}, which is no folder",
+            allowed="a folder with config.json and safetensors files, or a hub id of the form owner/name",
+            todo="mend the path",
+        )
+    return _fetch(given, server_args.speculative_draft_model_revision)
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub raises a dozen kinds; each means the same to the user
+        raise SpecflowConfigError(
+            given=f"--speculative-draft-model-path {hub_id}, which could not be fetched ({error})",
+            allowed="a folder, or a hub id that this machine reaches",
+            todo="check the name and the network, unset HF_HUB_OFFLINE, or download the head and give its folder",
+        ) from error
+
+
+def load_head_config(server_args) -> HeadConfig:
+    """The head's config; its tensors are checked too unless they are to be made up (--load-format dummy)."""
+    folder = draft_folder(server_args)
+    load_format = getattr(server_args, "speculative_draft_load_format", None) or server_args.load_format
+    return HeadConfig.load(folder) if str(load_format).endswith("dummy") else check_checkpoint(folder)
+
+
+def check_target(head: HeadConfig, server_args) -> None:
+    """Raise unless the target is one that a tree worker serves and the head was made for."""
+    from sglang.srt.arg_groups.overrides import model_config_of, record_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = model_config_of(record_of(server_args))
+    name = server_args.model_path
+    if not model.is_generation or model.is_encoder_decoder:
+        _refuse_target(name, "an encoder or embedding model", "a decoder that generates text")
+    if model.attention_arch != AttentionArch.MHA:
+        _refuse_target(name, f"{model.attention_arch.name} attention", "multi-head or grouped-query attention")
+    if mambaish_config(model) is not None:
+        _refuse_target(name, "linear-attention or Mamba layers", "attention in every layer")
+    if model.is_hybrid_swa:
+        _refuse_target(name, "a split cache for sliding-window layers", "one cache for all layers")
+    if model.is_multimodal:
+        _refuse_target(name, "image or audio inputs", "a text model")
+    _check_hidden_capture(model, name)
+    text = model.hf_text_config
+    head.check_against_target(text.hidden_size, model.vocab_size, text.num_hidden_layers, name)
+
+
+def _check_hidden_capture(model, name: str) -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    target_class, _ = ModelRegistry.resolve_model_cls(model.hf_config.architectures)
+    if not hasattr(target_class, "set_dflash_layers_to_capture"):
+        _refuse_target(
+            name, f"class {target_class.__name__}, which hands out no hidden states", "a class of SGLang with set_dflash_layers_to_capture"
+        )
+
+
+def _refuse_target(name: str, given: str, allowed: str) -> None:
+    raise SpecflowConfigError(
+        given=f"the target {name} with {given}", allowed=allowed, todo="serve it without --speculative-algorithm"
+    )

@@ -1,0 +1,34 @@
+"""What a head is trained on: the frozen target's hidden states, its embedding and its LM head."""
+
+import torch
+from torch import Tensor, nn
+
+
+class FrozenTarget:
+    """A Hugging Face causal LM, frozen, with the outputs of some decoder layers captured.
+
+    Args:
+        model: e.g. LlamaForCausalLM; its decoder layers are `model.model.layers`.
+        layer_ids: decoder layers, from 0, whose outputs a head reads.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
+        self.model = model.eval().requires_grad_(False)
+        self.layer_ids = layer_ids
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.lm_head: Tensor = model.get_output_embeddings().weight
+        self._captured: dict[int, Tensor] = {}
+        for layer in layer_ids:
+            model.model.layers[layer].register_forward_hook(self._keep(layer))
+
+    def _keep(self, layer: int):
+        def hook(_module, _inputs, output):
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @torch.no_grad()
+    def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, T], padded on the right -> (layer outputs [B, T, L * H] in order, final-normed hidden [B, T, H])."""
+        final = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return torch.cat([self._captured[layer] for layer in self.layer_ids], dim=-1), final
