@@ -196,8 +196,10 @@ def _tree_attention_kernel(
     open_end = tile_begin
     if WINDOW < 0:
         open_end = tl.maximum(tl.minimum(tile_end, length // BLOCK_N), tile_begin)
+    # A tile's slots are fetched one iteration early: the pipeliner then issues K and V copies with no load before them.
+    last_open = tl.maximum(open_end - 1, tile_begin)
+    slots = tl.load(prefix_slots + tile_begin * BLOCK_N + key_lane, mask=tile_begin < open_end, other=0).to(tl.int64)
     for tile in tl.range(tile_begin, open_end):
-        slots = tl.load(prefix_slots + tile * BLOCK_N + key_lane).to(tl.int64)
         keys = tl.load(k_head + slots[None, :] * stride_k_slot).to(queries.dtype)
         logits = tl.dot(queries, keys, input_precision=PRECISION)
         if HAS_CAP:
@@ -213,6 +215,7 @@ def _tree_attention_kernel(
         values = tl.load(v_head + slots[:, None] * stride_v_slot).to(queries.dtype)
         mixed = tl.dot(weights.to(queries.dtype), values, mixed, input_precision=PRECISION)
         peak = new_peak
+        slots = tl.load(prefix_slots + tl.minimum(tile + 1, last_open) * BLOCK_N + key_lane).to(tl.int64)
 
     for tile in tl.range(open_end, tile_end, num_stages=1):
         key = tile * BLOCK_N + key_lane

@@ -1,0 +1,228 @@
+"""Time tree_attention against SGLang's tree verify (its Triton extend kernel with a custom mask) on one GPU.
+
+    python -m sgl_specflow.eval.tree_attention --out eval/results/tree_attention.json
+
+One CUDA graph holds a call for each of several input sets, which together exceed the L2 cache; a figure is the median
+replay time over the number of calls. Pool slots are drawn at random, as in a pool long in use.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from sgl_specflow.kernels.tree_attention import TreeAttentionConfig, TreeAttentionScratch, ancestor_matrix, tree_attention
+
+BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200
+FLOP_PER_SECOND = 790e12  # measured bf16 matrix product of an H200
+ROTATED_BYTES = 400e6  # several times the 60 MB of L2
+REPLAYS = 30
+SHAPES = [
+    *((1, context, nodes) for context in (128, 1024, 4096, 16384, 32768) for nodes in (16, 64, 128, 256)),
+    *((batch, context, 64) for batch in (4, 16) for context in (1024, 4096, 16384)),
+]
+
+
+@dataclass
+class Problem:
+    """Inputs of one verify pass of one layer, `sets` times over."""
+
+    batch: int
+    context: int
+    nodes: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sets: list[dict]
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+    ancestors: torch.Tensor
+    depth: torch.Tensor
+    prefix_indptr: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+def make_problem(batch: int, context: int, nodes: int, heads: int, kv_heads: int, head_dim: int) -> Problem:
+    torch.manual_seed(0)
+    kv_bytes = batch * (context + nodes) * kv_heads * head_dim * 4
+    num_sets = max(2, min(64, int(ROTATED_BYTES / kv_bytes)))
+    per_set = batch * (context + nodes)
+    slots = torch.randperm(num_sets * per_set, device="cuda").view(num_sets, per_set)
+    parent = [-1] + [int(torch.randint(max(0, j - 8), j, ())) for j in range(1, nodes)]
+    words, depth = torch.zeros(nodes, (nodes + 31) // 32, dtype=torch.int64), [0] * nodes
+    for j, above in enumerate(parent):
+        if above >= 0:
+            words[j], depth[j] = words[above], depth[above] + 1
+        words[j, j // 32] |= 1 << (j % 32)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    return Problem(
+        batch, context, nodes, heads, kv_heads, head_dim,
+        sets=[
+            {
+                "q": normal(batch * nodes, heads, head_dim),
+                "out": torch.full((batch * nodes, heads, head_dim), float("nan"), device="cuda", dtype=torch.bfloat16),
+                "prefix_slots": slots[i, : batch * context].contiguous(),
+                "node_slots": slots[i, batch * context :].contiguous(),
+            }
+            for i in range(num_sets)
+        ],
+        k_pool=normal(num_sets * per_set, kv_heads, head_dim),
+        v_pool=normal(num_sets * per_set, kv_heads, head_dim),
+        ancestors=words.cuda().expand(batch, -1, -1).contiguous(),
+        depth=torch.tensor(depth, device="cuda").expand(batch, -1).contiguous(),
+        prefix_indptr=torch.arange(batch + 1, device="cuda", dtype=torch.int32) * context,
+    )
+
+
+def our_calls(problem: Problem, config: TreeAttentionConfig | None = None, implementation: str = "triton") -> list:
+    """A call for each set, on scratch that they share as layers do."""
+    scratch = None
+    if config is None and implementation == "triton":
+        scratch = TreeAttentionScratch.allocate(
+            problem.batch, (problem.nodes,), problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim,
+            torch.bfloat16, "cuda",
+        )
+
+    def call(tensors: dict) -> torch.Tensor:
+        return tree_attention(
+            tensors["q"], problem.k_pool, problem.v_pool, problem.prefix_indptr, tensors["prefix_slots"],
+            tensors["node_slots"], problem.ancestors, problem.depth, problem.scale, out=tensors["out"],
+            implementation=implementation, scratch=scratch, config=config,
+        )
+
+    return [lambda tensors=tensors: call(tensors) for tensors in problem.sets]
+
+
+def sglang_calls(problem: Problem) -> list:
+    """The call of triton_backend.py:forward_extend in target verify with a FULL_MASK (SGLang 0.5.23)."""
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    batch, nodes, keys = problem.batch, problem.nodes, problem.context + problem.nodes
+    mask = torch.ones(batch, nodes, keys, dtype=torch.bool, device="cuda")
+    mask[:, :, problem.context :] = ancestor_matrix(problem.ancestors, nodes)
+    mask = mask.flatten()
+    query_indptr = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * nodes
+    mask_indptr = torch.arange(batch + 1, device="cuda", dtype=torch.int64) * nodes * keys
+
+    def call(tensors: dict, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        extend_attention_fwd(
+            tensors["q"], k, v, tensors["out"], problem.k_pool, problem.v_pool, query_indptr, problem.prefix_indptr,
+            tensors["prefix_slots"], mask, True, mask_indptr, nodes, 1.0, 1.0, problem.scale, logit_cap=0.0,
+        )
+        return tensors["out"]
+
+    return [
+        lambda tensors=tensors, k=problem.k_pool[tensors["node_slots"]], v=problem.v_pool[tensors["node_slots"]]: call(
+            tensors, k, v
+        )
+        for tensors in problem.sets
+    ]
+
+
+def microseconds(calls: list, replays: int = REPLAYS) -> float:
+    """Median time of one call, replayed from a CUDA graph of all of them."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def max_abs_error(problem: Problem) -> float:
+    """Of the first set, against the naive version on the same bfloat16 inputs with float32 arithmetic."""
+    problem.sets[0]["out"].fill_(float("nan"))
+    ours = our_calls(problem)[0]().float().clone()
+    return (ours - our_calls(problem, implementation="naive")[0]().float()).abs().max().item()
+
+
+def measure(batch: int, context: int, nodes: int, heads: int, kv_heads: int, head_dim: int, with_sglang: bool) -> dict:
+    problem = make_problem(batch, context, nodes, heads, kv_heads, head_dim)
+    row = {"batch": batch, "context": context, "nodes": nodes, "heads": heads, "kv_heads": kv_heads,
+           "head_dim": head_dim, "max_abs_error": max_abs_error(problem)}
+    row["ours_us"] = microseconds(our_calls(problem))
+    row["sglang_us"] = microseconds(sglang_calls(problem), replays=10) if with_sglang else None
+    row["ratio"] = row["sglang_us"] / row["ours_us"] if with_sglang else None
+    row["kv_read_floor_us"] = batch * (context + nodes) * kv_heads * head_dim * 4 / BYTES_PER_SECOND * 1e6
+    row["matmul_floor_us"] = 4 * batch * nodes * heads * head_dim * (context + nodes) / FLOP_PER_SECOND * 1e6
+    row["times_floor"] = row["ours_us"] / max(row["kv_read_floor_us"], row["matmul_floor_us"])
+    return row
+
+
+def describe(commit: str | None, with_sglang: bool) -> dict:
+    if commit is None:
+        here = Path(__file__).resolve().parent
+        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    if with_sglang:
+        import sglang
+
+        versions["sglang"] = sglang.__version__
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "commit": commit or "unknown",
+        "command": shlex.join([Path(sys.executable).name, "-m", "sgl_specflow.eval.tree_attention", *sys.argv[1:]]),
+    }
+
+
+COLUMNS = ("batch", "context", "nodes", "sglang_us", "ours_us", "ratio", "kv_read_floor_us", "matmul_floor_us",
+           "times_floor", "max_abs_error")
+
+
+def print_row(values) -> None:
+    cells = (f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value) for value in values)
+    print(" ".join(f"{cell:>{len(name)}}" for cell, name in zip(cells, COLUMNS)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only-ours", action="store_true", help="skip SGLang's kernel (where sglang is missing)")
+    parser.add_argument("--heads", type=int, default=32, help="query heads (default: Qwen3-8B)")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
+    arguments = parser.parse_args()
+    meta = describe(arguments.commit, not arguments.only_ours)
+    rows = []
+    print(" ".join(COLUMNS))
+    for shape in SHAPES:
+        row = measure(*shape, arguments.heads, arguments.kv_heads, arguments.head_dim, not arguments.only_ours)
+        rows.append(row)
+        print_row(row[column] for column in COLUMNS)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
