@@ -17,9 +17,12 @@ import fcntl
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
+
+from tqdm import tqdm
 
 from sgl_specflow.launch.generation import (
     Answer,
@@ -149,8 +152,8 @@ async def answer_into(
     answers: AnswerFile, errors: Path, backend: Backend, jobs: Sequence[Job], total: int, concurrency: int
 ) -> int:
     """Answer `jobs`, append their rows, and return how many failed. `total` counts the earlier runs' rows too."""
-    from tqdm import tqdm
-
+    # tqdm's own lock is a semaphore whose resource tracker Engine.shutdown kills.
+    tqdm.set_lock(threading.RLock())
     failed = decoded = steps = 0
     with errors.open("wb", buffering=0) as error_stream, tqdm(total=total, initial=total - len(jobs), unit="row") as bar:
         async for job, outcome in answer_all(backend, jobs, concurrency):

@@ -71,7 +71,7 @@ make_environment() { # [EXTRA]
             die "could not make $venv (on Debian and Ubuntu: apt-get install python3-venv)"
         }
     fi
-    if ! "$python" -c 'import sglang' 2>/dev/null; then
+    if ! "$python" -c 'import sys, importlib.util as u; sys.exit(not u.find_spec("sglang"))'; then
         say "installing SGLang 0.5.23 and what it needs into $venv: about 8 minutes and 11 GB, once (log: $logs/install.log)"
         say "  free there: $(df -h --output=avail "$venv" | tail -n 1 | tr -d ' ')"
     fi

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -161,7 +162,9 @@ class EngineBackend:
         """`arguments`: SGLang server flags, `--model-path` among them."""
         self._task: asyncio.Task | None = None
         # The terminal sends Ctrl-C to SGLang's processes too. They inherit the blocked signal, so they live on until
-        # this process has let the answers in flight go and ends them.
+        # this process has let the answers in flight go and ends them. (Starting the resource tracker unblocks the signal
+        # again, so it starts first.)
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         threading.Thread(target=self._await_interruptions, daemon=True).start()
 

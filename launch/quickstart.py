@@ -107,9 +107,9 @@ def render(comparison: Comparison, width: int) -> str:
     question = comparison.job.prompt or comparison.job.messages[-1]["content"]
     verdict = "identical" if comparison.identical else "DIFFERENT"
     lines = [f"── {comparison.job.id} ".ljust(width, "─"), *_wrapped(question, width), ""]
-    left = [f"plain: {plain.steps} decode steps", "", *_wrapped(plain.text, column)]
-    figures = f"{tree.steps} verify steps, accept length {tree.accept_length or 0:.2f}"
-    right = [f"jetflow: {figures}", "", *_wrapped(tree.text, column)]
+    left = ["plain", f"{plain.steps} decode steps", "", "", *_wrapped(plain.text, column)]
+    accept_length = f"accept length {tree.accept_length or 0:.2f}"
+    right = ["jetflow", f"{tree.steps} verify steps", accept_length, "", *_wrapped(tree.text, column)]
     lines += [f"{a:<{column}} │ {b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
     return "\n".join([*lines, f"=> {verdict}", ""])
 
