@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import attention_backends, get_exec
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
@@ -45,6 +45,9 @@ class ParallelDrafter:
         self.runner = bundle.draft_model_runner
         self.model = bundle.draft_model
         self.vocabulary = TargetVocabulary.of(runner.model)
+        # SGLang's hook for embedding inside the draft's own pass (and graph), in the target's dtype. The bound method,
+        # not the module: the embedding must not become the draft's own parameter.
+        self.model.forward_embed = self.vocabulary.embedding.forward
         self.block_depth = torch.arange(settings.block, device=runner.device)
         visible = torch.ones(settings.block, settings.block, dtype=torch.bool, device=runner.device)
         self.block_bits = pack_bits(visible.tril() if settings.causal else visible)
@@ -139,7 +142,6 @@ class ParallelDrafter:
             seq_lens_sum=batch.seq_lens_sum,
             seq_lens_cpu=batch.seq_lens_cpu,
             positions=positions,
-            input_embeds=self.vocabulary.embedding(tokens.flatten()),
             spec_algorithm=batch.spec_algorithm,
             spec_info=TreeInput(
                 draft_token=tokens.flatten(),
@@ -168,4 +170,4 @@ def _columns(requests: int, nodes: int, budget: int, device) -> torch.Tensor:
 
 def _draft_backend(target_runner) -> str:
     """The draft runner's attention backend: it only ever runs our own block pass, so any that builds will do."""
-    return "triton" if str(target_runner.device).startswith("cuda") else target_runner.prefill_attention_backend_str
+    return "triton" if str(target_runner.device).startswith("cuda") else attention_backends()[0]

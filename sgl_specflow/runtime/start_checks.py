@@ -120,11 +120,12 @@ def load_head_config(server_args) -> HeadConfig:
 
 def check_target(head: HeadConfig, server_args) -> None:
     """Raise unless the target is one that a tree worker serves and the head was made for."""
-    from sglang.srt.arg_groups.overrides import model_config_of, record_of
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
-    model = model_config_of(record_of(server_args))
+    # SGLang hands plugins a stand-in that records writes; its view of the arguments is what model_config_of takes.
+    model = model_config_of(server_args._cfg)
     name = server_args.model_path
     if not model.is_generation or model.is_encoder_decoder:
         _refuse_target(name, "an encoder or embedding model", "a decoder that generates text")

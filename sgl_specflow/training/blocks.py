@@ -38,7 +38,7 @@ class Blocks:
         """[A * S, A * S] bool: a position sees its own block, all of it or up to itself."""
         _, anchors, size = self.tokens.shape
         inside = torch.ones(size, size, dtype=torch.bool, device=self.tokens.device)
-        return torch.block_diag(*[inside.tril() if causal else inside] * anchors).bool()
+        return torch.kron(torch.eye(anchors, dtype=torch.bool, device=inside.device), inside.tril() if causal else inside)
 
 
 def sample_blocks(

@@ -4,8 +4,8 @@
     python -m sgl_specflow.training.first_head --target smollm2 --data DATA --out OUT \
         --generate-minutes 3 --causal-minutes 4 --bidirectional-minutes 2
 
-DATA holds gsm8k_train.jsonl and mbpp.jsonl. OUT receives responses.npz (what the target wrote; reused when it is there),
-results.json, and one folder a head. A phase of 0 minutes is left out.
+DATA holds gsm8k_train.jsonl and mbpp.jsonl. OUT receives responses.npz (what the target wrote; reused when it is there)
+and one folder a head, with its model card and training.json, the run in numbers. A phase of 0 minutes is left out.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def train_and_export(
         "head": folder.name,
         "causal": config.causal_head,
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "settings": vars(settings),
@@ -100,8 +100,8 @@ Public DFlash format (`config.json`, safetensors; embedding and LM head are the 
 - **Data**: responses that the target wrote itself, {run["training_responses"]}: to questions of GSM8K train (MIT), tasks of
   MBPP train (CC BY 4.0), and instructions of its own. No test split was seen.
 - **Training**: forward KL against the target, {last["step"]} steps in {last["minutes"]:.1f} minutes,
-  {run["settings"]["sequences"]} sequences a step with {run["settings"]["anchors"]} blocks each, AdamW
-  {run["settings"]["learning_rate"]}; loss {first["loss"]:.3f} (mean of the first {first["step"]} steps) to {last["loss"]:.3f} nats.
+  {run["settings"]["sequences"]} sequences a step with {run["settings"]["anchors"]} blocks each, AdamW {run["settings"]["learning_rate"]};
+  loss {first["loss"]:.3f} (mean of the first {first["step"]} steps) to {last["loss"]:.3f} nats.
 - **Mask token**: {MASK_TOKEN_ID}, `<empty_output>`, which chat text never holds.
 
 Held-out prompts of the train splits, greedy, one draft pass, offline (tokens a verify pass, the bonus token included):
@@ -145,9 +145,10 @@ def main() -> None:
             config = HeadConfig.from_dict(smollm2_head_config(model.config, causal))
             settings = TrainSettings(minutes, sequences=arguments.sequences, anchors=arguments.anchors)
             folder = arguments.out / NAMES[causal]
+            print(f"Training {folder.name} for {minutes} minutes", flush=True)
             runs.append(train_and_export(config, target, responses, settings, folder))
             (folder / "README.md").write_text(model_card(runs[-1]))
-            (arguments.out / "results.json").write_text(json.dumps(runs, indent=2) + "\n")
+            (folder / "training.json").write_text(json.dumps(runs[-1], indent=2) + "\n")
     for run in runs:
         print(f"\n{run['head']}: loss {[round(entry['loss'], 3) for entry in run['history']]}, {run['history'][-1]}")
         for source, lengths in run["accept_length"].items():

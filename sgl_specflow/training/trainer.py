@@ -23,7 +23,7 @@ class TrainSettings:
 
     minutes: float
     steps: int = 10**9
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     warm_up: float = 0.04
     gradient_clip: float = 1.0
     weight_decay: float = 0.01
@@ -115,7 +115,7 @@ def train(config: HeadConfig, target: FrozenTarget, responses: list[Response], s
         loss = batch_loss(head, target, batch, settings)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), settings.gradient_clip)
+        torch.nn.utils.clip_grad_norm_(list(weights.values()), settings.gradient_clip)
         optimizer.step()
         losses.append(loss.detach())
     return {name: tensor.detach() for name, tensor in weights.items()}, history
