@@ -348,9 +348,11 @@ def test_a_server_ends_with_a_killed_parent(tmp_path, stand_in):
     leader = [pid for pid in processes_with("sglang.launch_server") if pid in processes_with(marker)]
     parent.kill()
     parent.wait(timeout=10)
-    assert leader and wait_until(lambda: not any(map(psutil.pid_exists, leader)))
-    for pid in processes_with(marker):  # The stand-in's child does not watch its parent; SGLang's processes do.
-        os.kill(pid, signal.SIGKILL)
+    try:
+        assert leader and wait_until(lambda: not set(leader) & set(processes_with(marker)))
+    finally:
+        for pid in processes_with(marker):  # The stand-in's child does not watch its parent; SGLang's processes do.
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_server_that_does_not_answer_in_time_is_stopped(tmp_path):
