@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MERGE_ROWS = 4
@@ -149,7 +150,10 @@ def _tree_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY_MERGE: tl.constexpr,
 ):
+    if EARLY_MERGE:
+        gdc_launch_dependents()
     work = tl.program_id(2)
     request_ids, first_tiles, tile_counts, item_counts = _cut_requests(
         prefix_indptr, num_requests, num_nodes, pieces, WINDOW, BLOCK_N, BLOCK_R
@@ -163,8 +167,9 @@ def _tree_attention_kernel(
     tiles = _pick(tile_counts, chosen)
     first_tile = _pick(first_tiles, chosen)
     piece = work - _pick(items_end, chosen) + items
-    tile_begin = first_tile + piece * tiles // items
-    tile_end = first_tile + (piece + 1) * tiles // items
+    # Rounded up, so that the last piece, whose masked tiles cost more, gets the fewest.
+    tile_begin = first_tile + tl.cdiv(piece * tiles, items)
+    tile_end = first_tile + tl.cdiv((piece + 1) * tiles, items)
     prefix_start = tl.load(prefix_indptr + request)
     length = tl.load(prefix_indptr + request + 1) - prefix_start
     prefix_slots += prefix_start
@@ -193,13 +198,17 @@ def _tree_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
 
-    open_end = tile_begin
-    if WINDOW < 0:
-        open_end = tl.maximum(tl.minimum(tile_end, length // BLOCK_N), tile_begin)
+    # Tiles that every row sees whole: in the prefix, and inside the window of the deepest node here.
+    open_begin = tile_begin
+    if WINDOW >= 0:
+        query_depth = tl.load(depth + node, mask=row_exists, other=0).to(tl.int32)
+        first_open = tl.cdiv(tl.maximum(length + tl.max(query_depth, 0) - WINDOW, 0), BLOCK_N)
+        open_begin = tl.minimum(tl.maximum(tile_begin, first_open), tile_end)
+    open_end = tl.maximum(tl.minimum(tile_end, length // BLOCK_N), open_begin)
     # A tile's slots are fetched one iteration early: the pipeliner then issues K and V copies with no load before them.
-    last_open = tl.maximum(open_end - 1, tile_begin)
-    slots = tl.load(prefix_slots + tile_begin * BLOCK_N + key_lane, mask=tile_begin < open_end, other=0).to(tl.int64)
-    for tile in tl.range(tile_begin, open_end):
+    last_open = tl.maximum(open_end - 1, open_begin)
+    slots = tl.load(prefix_slots + open_begin * BLOCK_N + key_lane, mask=open_begin < open_end, other=0).to(tl.int64)
+    for tile in tl.range(open_begin, open_end):
         keys = tl.load(k_head + slots[None, :] * stride_k_slot).to(queries.dtype)
         logits = tl.dot(queries, keys, input_precision=PRECISION)
         if HAS_CAP:
@@ -217,7 +226,10 @@ def _tree_attention_kernel(
         peak = new_peak
         slots = tl.load(prefix_slots + tl.minimum(tile + 1, last_open) * BLOCK_N + key_lane).to(tl.int64)
 
-    for tile in tl.range(open_end, tile_end, num_stages=1):
+    # The tiles before and after those.
+    before = open_begin - tile_begin
+    for masked in tl.range(0, before + tile_end - open_end, num_stages=1):
+        tile = tl.where(masked < before, tile_begin + masked, open_end + masked - before)
         key = tile * BLOCK_N + key_lane
         in_prefix = key < length
         key_node = key - length
@@ -232,10 +244,9 @@ def _tree_attention_kernel(
         allowed = in_prefix[None, :] | (((words >> (key_node & 31)[None, :]) & 1) != 0)
         if WINDOW >= 0:
             # Positions less the prefix length: a node's is its depth, a prefix key's is negative.
-            query_position = tl.load(depth + node, mask=row_exists, other=0).to(tl.int32)
-            node_position = tl.load(depth + key_node, mask=in_tree, other=0).to(tl.int32)
-            key_position = tl.where(in_tree, node_position, key_node)
-            allowed = allowed & (query_position[:, None] - key_position[None, :] <= WINDOW)
+            node_depth = tl.load(depth + key_node, mask=in_tree, other=0).to(tl.int32)
+            key_depth = tl.where(in_tree, node_depth, key_node)
+            allowed = allowed & (query_depth[:, None] - key_depth[None, :] <= WINDOW)
         exists = in_prefix | in_tree
         keys = tl.load(k_head + slots[None, :] * stride_k_slot, mask=exists[None, :], other=0.0).to(queries.dtype)
         logits = tl.dot(queries, keys, input_precision=PRECISION)
@@ -289,6 +300,7 @@ def _merge_kernel(
     BLOCK_R: tl.constexpr,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
+    EARLY_MERGE: tl.constexpr,
 ):
     """Weigh a request's partial outputs by 2^lse. A request with one item was finished by the first kernel."""
     request = tl.program_id(1)
@@ -309,6 +321,8 @@ def _merge_kernel(
     # The sink is one more logit with value 0: it enters the sum here, once, as the initial peak.
     total = tl.where(peak == float("-inf"), 0.0, 1.0)
     mixed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
+    if EARLY_MERGE:  # Up to here this ran beside the first kernel; its results are visible from here on.
+        gdc_wait()
     for item in tl.range(0, items, ITEMS):
         items_here = item + tl.arange(0, ITEMS)
         exists = (items_here < items)[:, None] & row_exists[None, :]
@@ -342,15 +356,21 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    """Hopper on: a kernel may start while the one before it finishes (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _tile_shape(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(block_m, block_n, num_warps, num_stages) for `rows` query rows a kv head and the larger head dimension."""
-    if dtype == torch.float32:  # IEEE products run on the CUDA cores: small tiles, or registers spill.
-        return (16, 32, 4, 1) if dim > 128 else (32, 32, 4, 2)
+    if dtype == torch.float32:  # IEEE products run on the CUDA cores; larger tiles spill registers.
+        return (16, 32, 8, 2) if dim <= 64 else (16, 16, 8, 2)
     if rows <= 16:
         return (16, 64, 4, 3) if dim <= 128 else (16, 32, 4, 3)
-    if rows <= 64 or dim > 128:
-        return (64, 64, 4, 3) if dim <= 128 else (64, 32, 4, 3)
-    return (128, 64, 8, 3)
+    if dim > 128:
+        return (64, 64, 8, 2)
+    return (64, 64, 4, 3) if rows <= 64 else (128, 64, 8, 3)
 
 
 @functools.cache
@@ -430,6 +450,7 @@ def tree_attention_triton(
             f"tree_attention: scratch has {scratch.partial_lse.numel()} rows, this call needs "
             f"{items * num_nodes * num_heads}; allocate it for {num_requests} requests of {num_nodes} nodes"
         )
+    early_merge = may_split and _has_dependent_launch(q.device)
     group = num_heads // num_kv_heads
     block_r = max(32, triton.next_power_of_2(num_requests))
     _tree_attention_kernel[(triton.cdiv(num_nodes * group, config.block_m), num_kv_heads, items)](
@@ -472,6 +493,7 @@ def tree_attention_triton(
         BLOCK_N=config.block_n,
         BLOCK_R=block_r,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        EARLY_MERGE=early_merge,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -495,6 +517,8 @@ def tree_attention_triton(
             BLOCK_R=block_r,
             ROWS=MERGE_ROWS,
             ITEMS=MERGE_ITEMS,
+            EARLY_MERGE=early_merge,
             num_warps=4,
+            **({"launch_pdl": True} if early_merge else {}),
         )
     return out
