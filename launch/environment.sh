@@ -1,6 +1,6 @@
 # Sourced by launch/quickstart.sh and tests/run.sh: makes the Python environment and fetches the model.
-#   make_environment [EXTRA]   leaves $python (absolute) with this checkout installed, editable, with `.[EXTRA]`
-#   fetch_model                leaves $model, a Hugging Face folder of SmolLM2-135M-Instruct
+#   make_environment EXTRA   leaves $python with this checkout installed, editable, as `.[EXTRA]`
+#   fetch_model              leaves $model, a Hugging Face folder of SmolLM2-135M-Instruct
 # SPECFLOW_VENV names an environment to use instead of .venv; SPECFLOW_PYTHON the interpreter that makes it.
 # A stamp (hash of pyproject.toml, Python and folder) in the environment says what is installed: nothing is done twice.
 
@@ -52,14 +52,13 @@ stamp_of() { # EXTRA
     { cat "$root/pyproject.toml"; "$python" -VV; printf '%s\n' "$root" "$1"; } | sha256sum | cut -d' ' -f1
 }
 
-make_environment() { # [EXTRA]
-    local extra=${1:-} kept
+make_environment() { # quickstart or test
+    local extra=$1 kept
     mkdir -p "$logs"
     if [ -x "$python" ]; then
         supported "$python" || die "$python is not Python 3.11 or 3.12: remove $venv, or name another with SPECFLOW_VENV"
-        # An environment with an extra serves a caller that asks for none.
-        for kept in "$extra" ${extra:-test}; do
-            if [ "$(cat "$venv/.specflow-${kept:-base}" 2>/dev/null)" = "$(stamp_of "$kept")" ]; then return; fi
+        for kept in "$extra" test; do # The test extra holds what the quickstart needs.
+            if [ "$(cat "$venv/.specflow-$kept" 2>/dev/null)" = "$(stamp_of "$kept")" ]; then return; fi
         done
     else
         local maker
@@ -76,8 +75,8 @@ make_environment() { # [EXTRA]
         say "  free there: $(df -h --output=avail "$venv" | tail -n 1 | tr -d ' ')"
     fi
     watched "$install_seconds" "pip install" "$logs/install.log" \
-        "$python" -m pip install --progress-bar off -e "$root${extra:+[$extra]}" || exit 1
-    stamp_of "$extra" >"$venv/.specflow-${extra:-base}"
+        "$python" -m pip install --progress-bar off -e "$root[$extra]" || exit 1
+    stamp_of "$extra" >"$venv/.specflow-$extra"
 }
 
 fetch_model() {

@@ -3,7 +3,7 @@
 # Options are those of `python -m sgl_specflow.launch.quickstart --help`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-make_environment
+make_environment quickstart
 fetch_model
 cd "$root"
 exec "$python" -m sgl_specflow.launch.quickstart --model-path "$model" --logs "$logs" "$@"

@@ -391,7 +391,7 @@ def checkout(tmp_path):
     return launch.parent
 
 
-def make_environment(checkout, extra=""):
+def make_environment(checkout, extra="quickstart"):
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source launch/environment.sh; make_environment {extra}; echo $python"],
         cwd=checkout,
@@ -411,7 +411,7 @@ def test_the_environment_is_installed_once(checkout):
     for _ in range(2):
         assert make_environment(checkout, "test").stdout.strip() == str(checkout.parent / "venv/bin/python")
     assert pip_calls(checkout) == 1
-    make_environment(checkout)  # One with the test extra serves the quickstart too.
+    make_environment(checkout)  # The test extra serves the quickstart too.
     assert pip_calls(checkout) == 1
     with (checkout / "pyproject.toml").open("a") as stream:
         stream.write("\n# changed\n")
