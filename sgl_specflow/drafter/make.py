@@ -67,7 +67,7 @@ def head_config(
 def random_tensors(
     config: HeadConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the head: matrices normal with deviation 1/sqrt(inputs), norms one. Equal seeds give equal heads."""
+    """Every tensor of the head: matrices normal with deviation 1/sqrt(inputs), norms one; the same for a seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (

@@ -2,15 +2,16 @@
 
 Sources (SGLang 0.5.23, `srt/models/dflash.py`; DESIGN.md section 3):
 - context: `fc` then `hidden_norm` over the concatenated target hidden states (`project_target_hidden`); each layer's
-  k_proj and v_proj read that directly, without `input_layernorm` (`prepare_context_hidden_for_kv` returns it unchanged),
-  k then takes k_norm and RoPE at the context token's position, v neither (`kv_proj_only`, `apply_k_norm`, `apply_k_rope`);
-- block: pre-norm Qwen3 layers; q_norm and k_norm over head_dim before RoPE, which is of the neox kind (first half of the
-  rotated dimensions against the second); scale head_dim^-1/2; `norm` at the end. Queries come from the block alone;
+  k_proj and v_proj read that directly, without `input_layernorm` (`prepare_context_hidden_for_kv` returns it
+  unchanged); k then takes k_norm and RoPE at the context token's position, v neither (`kv_proj_only`, `apply_k_norm`,
+  `apply_k_rope`);
+- block: pre-norm Qwen3 layers; q_norm and k_norm over head_dim before RoPE, which is of the neox kind (first half of
+  the rotated dimensions against the second); scale head_dim^-1/2; `norm` at the end. Queries come from the block alone;
 - a sliding layer of window w lets position p see keys at positions > p - w (HF counts the query's own position; SGLang
   stores w - 1 as `window_left`), and is causal inside the block unless `is_causal` says otherwise.
 
-The same functions serve one block, a batch of them (leading dimensions), and arbitrary tree nodes: the block mask says who
-sees whom. Training (`sgl_specflow.training`) differentiates through them.
+The same functions serve one block, a batch of them (leading dimensions), and arbitrary tree nodes: the block mask
+says who sees whom. Training (`sgl_specflow.training`) differentiates through them.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from sgl_specflow.drafter.config import HeadConfig
 
 @dataclass
 class ContextKV:
-    """Keys and values of the committed tokens: one [..., T, kv heads, head_dim] pair a draft layer, at `positions` [..., T]."""
+    """Keys and values of committed tokens: a [..., T, kv heads, head_dim] pair a draft layer; `positions` [..., T]."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -59,7 +60,7 @@ class ReferenceHead:
         self.config, self.tensors = config, tensors
 
     def project_context(self, target_hidden: Tensor) -> Tensor:
-        """Target hidden states [..., T, L * H], concatenated in the order of `target_layer_ids` -> context [..., T, H]."""
+        """Target hidden states [..., T, L * H], in the order of `target_layer_ids` -> context [..., T, H]."""
         return self._norm(F.linear(target_hidden, self.tensors["fc.weight"]), "hidden_norm")
 
     def context_kv(self, context: Tensor, positions: Tensor) -> ContextKV:
@@ -77,15 +78,16 @@ class ReferenceHead:
     ) -> Tensor:
         """Run the block's tokens and return their final-normed hidden states [..., N, H].
 
-        Logits are these times the target's LM head; position i >= 1 of [anchor, mask, ...] predicts the token at anchor + i,
-        and a mask below a path of revealed tokens predicts that path's next token.
+        Logits are these times the target's LM head; position i >= 1 of [anchor, mask, ...] predicts the token at
+        anchor + i, and a mask below a path of revealed tokens predicts that path's next token.
 
         Args:
             embeddings: [..., N, H], the target's embedding of [anchor, mask, ..., mask] or of any tree nodes.
             positions: [..., N] integer, committed length + depth.
             context: from `context_kv`, T may be 0.
             block_mask: [..., N, N] bool, row may attend to column; None: causal or not, a layer, as the config says.
-                A given mask is used in every layer as it is (only windows are cut from it): 'own ancestors and self' of a tree.
+                A given mask is used in every layer as it is (only windows are cut from it): 'own ancestors and self'
+                of a tree.
             context_mask: [..., N, T] bool; None: every node attends to the whole context.
         """
         nodes = embeddings.shape[-2]

@@ -17,7 +17,8 @@ class Blocks:
     Attributes:
         tokens: [N, A, S] int64, [anchor, revealed path tokens, mask, ...].
         positions: [N, A, S] int64 in the sequence.
-        weights: [N, A, S] float32 of the loss at each position; 0 at anchors, revealed tokens and past the sequence's end.
+        weights: [N, A, S] float32 of the loss at each position; 0 at anchors, revealed tokens and past the sequence's
+            end.
     """
 
     tokens: Tensor
@@ -26,11 +27,11 @@ class Blocks:
 
     @property
     def teacher_rows(self) -> Tensor:
-        """[N, A, S]: where the target's hidden state predicts the same token, one position earlier; 0 where no weight is."""
+        """[N, A, S]: where the target's hidden state predicts the same token, a position earlier; 0 without weight."""
         return torch.where(self.weights > 0, self.positions - 1, 0)
 
     def context_mask(self, length: int) -> Tensor:
-        """[N, A * S, length] bool: a block sees the committed tokens before its anchor, whose own state is not there yet."""
+        """[N, A * S, length] bool: a block sees the tokens before its anchor, whose own state is not there yet."""
         anchors = self.positions[:, :, :1].expand(-1, -1, self.positions.shape[-1]).flatten(1)
         return torch.arange(length, device=anchors.device) < anchors[:, :, None]
 
@@ -38,7 +39,9 @@ class Blocks:
         """[A * S, A * S] bool: a position sees its own block, all of it or up to itself."""
         _, anchors, size = self.tokens.shape
         inside = torch.ones(size, size, dtype=torch.bool, device=self.tokens.device)
-        return torch.kron(torch.eye(anchors, dtype=torch.bool, device=inside.device), inside.tril() if causal else inside)
+        return torch.kron(
+            torch.eye(anchors, dtype=torch.bool, device=inside.device), inside.tril() if causal else inside
+        )
 
 
 def sample_blocks(

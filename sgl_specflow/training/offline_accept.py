@@ -29,11 +29,13 @@ def marginals(head: ReferenceHead, target: FrozenTarget, tokens: Tensor, anchors
 
 
 @torch.inference_mode()
-def accept_lengths(head: ReferenceHead, target: FrozenTarget, tokens: Tensor, prompt_length: int, budgets: tuple[int, ...]):
+def accept_lengths(
+    head: ReferenceHead, target: FrozenTarget, tokens: Tensor, prompt_length: int, budgets: tuple[int, ...]
+):
     """Accept length at every anchor of one greedy response: {budget: int64 [anchors]}.
 
-    tokens [T] on the target's device; the anchors are positions prompt_length to T - 2. A pass accepts the longest prefix of
-    the true continuation that the tree holds, and one token more.
+    tokens [T] on the target's device; the anchors are positions prompt_length to T - 2. A pass accepts the longest
+    prefix of the true continuation that the tree holds, and one token more.
     """
     anchors = torch.arange(prompt_length, len(tokens) - 1, device=tokens.device)
     log_probs, candidates = marginals(head, target, tokens, anchors)

@@ -1,7 +1,7 @@
 """Training data that the target writes itself: its responses to train-split prompts and to prompts of its own.
 
-Heads learn the target's distribution, so text from elsewhere teaches the wrong thing (DESIGN.md section 8: regenerated data
-beats corpus data). Token ids only are stored.
+Heads learn the target's distribution, so text from elsewhere teaches the wrong thing (DESIGN.md section 8:
+regenerated data beats corpus data). Token ids only are stored.
 """
 
 import json
@@ -29,7 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Response:
-    """A prompt with the target's response, stop token included: `tokens` [T] int64, the response from `prompt_length` on."""
+    """A prompt and the target's response, stop token included, in `tokens` [T] int64."""
 
     source: str
     tokens: Tensor
@@ -94,7 +94,13 @@ def generate(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, te
 
 
 def write_responses(
-    model, tokenizer, data_folder: str | Path, minutes: float, batch_size: int, max_new_tokens: int = 256, held_out: int = 48
+    model,
+    tokenizer,
+    data_folder: str | Path,
+    minutes: float,
+    batch_size: int,
+    max_new_tokens: int = 256,
+    held_out: int = 48,
 ) -> list[Response]:
     """Answer every prompt greedily, then again at temperature 0.8, until the time is spent.
 

@@ -29,6 +29,6 @@ class FrozenTarget:
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, T], padded on the right -> (layer outputs [B, T, L * H] in order, final-normed hidden [B, T, H])."""
+        """tokens [B, T], padded on the right -> (layer outputs [B, T, L * H], final-normed hidden [B, T, H])."""
         final = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
         return torch.cat([self._captured[layer] for layer in self.layer_ids], dim=-1), final

@@ -94,7 +94,9 @@ def train(config: HeadConfig, target: FrozenTarget, responses: list[Response], s
     torch.manual_seed(settings.seed)
     usable = [r for r in responses if not r.held_out and len(r.tokens) - r.prompt_length >= 2]
     if not usable:
-        raise ValueError(f"None of {len(responses)} responses can be trained on; give some of two tokens or more that are not held out")
+        raise ValueError(
+            f"none of {len(responses)} responses can be trained on; give some of two response tokens, not held out"
+        )
     weights = {name: tensor.requires_grad_() for name, tensor in initial_tensors(config, target, settings.seed).items()}
     head = ReferenceHead(config, weights)
     matrices = [tensor for tensor in weights.values() if tensor.ndim == 2]
