@@ -13,7 +13,7 @@ import time
 import types
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import tiny_models
@@ -299,9 +299,11 @@ class Tiny:
         torch.set_num_threads(1)
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], tokens: int) -> list[int]:
+    def greedy(self, prompt: list[int], tokens: int, **more) -> list[int]:
         ids = torch.tensor([prompt])
-        out = self.model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = self.model.generate(
+            ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0, **more
+        )
         return out[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
@@ -363,15 +365,10 @@ def serve(folder, work, *flags: str):
                 time.sleep(0.5)
         yield Server(url, log)
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        # All of its processes, at once: nothing in there is worth a graceful 10 s.
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -383,6 +380,7 @@ def llama(tmp_path_factory):
 def page_1(llama, tmp_path_factory):
     """Page size 1, prompts in chunks, a prefix cache, and too few KV slots for the retraction test."""
     flags = ["--dtype", "float32", "--chunked-prefill-size", "32", "--max-total-tokens", "600"]
+    flags += ["--schedule-conservativeness", "0.1"]
     with serve(llama.folder, tmp_path_factory.mktemp("page_1"), *flags) as server:
         yield server
 
@@ -440,7 +438,9 @@ def test_a_chunked_prompt_is_found_again_in_the_prefix_cache(page_1, llama):
 @needs_cpu
 def test_text_survives_retraction(page_1, llama):
     prompts = [prompt(20 + i, 200 + i) for i in range(8)]
-    assert page_1.tokens(prompts, 110) == [llama.greedy(p, 110) for p in prompts]
+    # SGLang admits too many only among requests that may stop early; here none does.
+    texts = page_1.tokens(prompts, 110, ignore_eos=False, logit_bias={str(tiny_models.EOS): -1000.0})
+    assert texts == [llama.greedy(p, 110, suppress_tokens=[tiny_models.EOS]) for p in prompts]
     assert "Retract requests" in page_1.log.read_text(), "the requests fitted: the test no longer retracts"
 
 
