@@ -13,8 +13,6 @@ from sgl_specflow.kernels.tree_attention.triton_kernel import (
 
 TRITON_HEAD_DIMS = (64, 128, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_NODES = 256
-MAX_GROUP = 16
 
 
 class UnsupportedTreeAttention(NotImplementedError):
@@ -119,9 +117,6 @@ def _check_triton(q, k_pool, v_pool, prefix_slots, node_slots, ancestors, depth,
         allowed = (q.dtype, torch.float8_e4m3fn)
         require(pool.dtype in allowed, f"{name} in q's dtype {q.dtype} or float8_e4m3fn, not {pool.dtype}")
         require(pool.shape[2] in TRITON_HEAD_DIMS, f"head dimensions in {TRITON_HEAD_DIMS}, not {pool.shape[2]}")
-    num_nodes, group = ancestors.shape[1], q.shape[1] // k_pool.shape[1]
-    require(num_nodes <= MAX_NODES, f"at most {MAX_NODES} nodes a request, not {num_nodes}")
-    require(group <= MAX_GROUP, f"at most {MAX_GROUP} query heads a kv head, not {group}")
     tensors = {"q": q, "k_pool": k_pool, "v_pool": v_pool, "prefix_slots": prefix_slots, "node_slots": node_slots,
                "ancestors": ancestors, "depth": depth}
     if out is not None:
