@@ -7,6 +7,7 @@ frequency, presence and minimum length first, repetition last.
 """
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,11 +24,12 @@ class _Ledger:
 
 
 class TreePenalties:
-    """Output counts of the penalised requests, by their row of the request table."""
+    """Output counts of the penalised requests that SGLang still holds. Keyed by request and not by its row of the
+    request table: under overlap a step may still run for a finished request whose row a new one has."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
-        self._ledgers: dict[int, _Ledger] = {}
+        self._ledgers: WeakKeyDictionary[object, _Ledger] = WeakKeyDictionary()
 
     def start(self, reqs, next_tokens: torch.Tensor) -> None:
         """After a prefill: count what each penalised request has put out, and next_tokens int64 [R], its newest."""
@@ -38,7 +40,7 @@ class TreePenalties:
             output = torch.tensor(list(req.output_ids), dtype=torch.int64).to(self.device, non_blocking=True)
             output = torch.cat([output, next_tokens[i : i + 1].to(torch.int64)])
             counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.float32))
-            self._ledgers[req.req_pool_idx] = _Ledger(counts, _stop_tokens(req, self.device))
+            self._ledgers[req] = _Ledger(counts, _stop_tokens(req, self.device))
 
     def apply(self, logits: torch.Tensor, reqs, tree: TokenTree) -> None:
         """Penalise logits [R * B, V] in place, at every node of each penalised request."""
@@ -48,7 +50,7 @@ class TreePenalties:
                 rows = logits[i * nodes : (i + 1) * nodes]
                 above = tree.ancestor_mask()[i].float()
                 above[:, 0] = 0  # the anchor is counted as committed output
-                self._penalise(rows, req.sampling_params, self._ledgers[req.req_pool_idx], tree.token[i], above, tree.depth[i])
+                self._penalise(rows, req.sampling_params, self._ledgers[req], tree.token[i], above, tree.depth[i])
 
     def _penalise(self, logits, params, ledger: _Ledger, token, above, depth) -> None:
         nodes = token.numel()
@@ -71,7 +73,7 @@ class TreePenalties:
         committed = (entry < accepted.length[:, None]).float()
         for i, req in enumerate(reqs):
             if is_penalised(req):
-                self._ledgers[req.req_pool_idx].counts.scatter_add_(0, accepted.tokens[i], committed[i])
+                self._ledgers[req].counts.scatter_add_(0, accepted.tokens[i], committed[i])
 
 
 def is_penalised(req) -> bool:

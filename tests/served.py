@@ -1,0 +1,139 @@
+"""Servers for tests: a target small enough that any tree helps, heads for it, and requests sent at once."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from sgl_specflow.drafter.make import head_config, make_random_head
+from sgl_specflow.launch.server import Server, start
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+VOCABULARY = 16
+LAYERS = 3
+CONTEXT = 192
+EOS = 1
+BASE_FLAGS = ["--dtype", "float32", "--max-running-requests", "8", "--random-seed", "3", "--enable-metrics"]
+
+def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
+    """A Llama over 16 tokens: a tree of 64 nodes then holds every first token and many seconds, whatever the head says,
+    so paths branch and are accepted without training. `sharpness` scales the logits."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    )
+    _save_with_words(config, folder, seed, sharpness)
+    return Path(folder)
+
+def _save_with_words(config: LlamaConfig, folder: Path, seed: int, sharpness: float) -> None:
+    """Weights as in tiny_models, a tokenizer of 16 words ('w2 ' ...) in place of its byte-level one."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            scale = sharpness if name.startswith("lm_head") else 1.5
+            fan_in = 1 if "embed_tokens" in name else parameter.shape[-1]
+            parameter.normal_(generator=generator).mul_(scale / fan_in**0.5)
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(folder)
+    words = ["<s>", "</s>"] + [f"w{i}" for i in range(2, config.vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+def make_small_head(folder: Path, causal: bool, block_size: int = 8, **changes) -> Path:
+    """A random head of either kind for the small target."""
+    config = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        num_target_layers=LAYERS,
+        target_layer_ids=[0, 1],
+        mask_token_id=VOCABULARY - 1,
+        causal_head=causal,
+        block_size=block_size,
+        dtype="float32",
+        max_position_embeddings=CONTEXT,
+    )
+    make_random_head(head_config(**{**config, **changes}), folder, seed=2, dtype=torch.float32)
+    return Path(folder)
+
+def serve(target: Path, log: Path, *flags: str, environment: dict | None = None, timeout: float = 420) -> Server:
+    """A server of the target on a free port; the caller stops it."""
+    return start(
+        ["--model-path", str(target), *BASE_FLAGS, *flags],
+        log=log,
+        environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})},
+        timeout=timeout,
+    )
+
+def tree_flags(algorithm: str, head: Path, budget: int, *more: str) -> list[str]:
+    return [
+        "--speculative-algorithm",
+        algorithm,
+        "--speculative-draft-model-path",
+        str(head),
+        "--speculative-num-draft-tokens",
+        str(budget),
+        *more,
+    ]
+
+def post(server: Server, path: str, body: dict, timeout: float = 300):
+    """(status, parsed answer) of one POST."""
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"null")
+
+def get(server: Server, path: str) -> str:
+    with urllib.request.urlopen(server.url + path, timeout=60) as answer:
+        return answer.read().decode()
+
+def generate(server: Server, requests: list[dict], at_once: int = 8) -> list[dict]:
+    """Answers of /generate in order, `at_once` requests in flight. Raises if one is not 200."""
+
+    def one(body):
+        status, answer = post(server, "/generate", body)
+        assert status == 200, answer
+        return answer
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, requests))
+
+def outcome(answer: dict) -> tuple:
+    """What must equal plain decoding's: tokens, text and why it ended."""
+    return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]
+
+def accept_length(answers: list[dict]) -> float:
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    return tokens / max(1, sum(answer["meta_info"]["spec_verify_ct"] for answer in answers))
