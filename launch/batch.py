@@ -98,7 +98,10 @@ class AnswerFile:
     def append(self, row: dict) -> None:
         _write_row(self._stream, row)
 
-    def close(self) -> None:
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(self, *_) -> None:
         self._stream.close()
 
     def _read(self, jobs: Sequence[Job]) -> set[int]:
@@ -181,19 +184,17 @@ def run(options: argparse.Namespace, server_flags: Sequence[str]) -> int:
     if not jobs:
         raise BatchError(f"{options.prompts} has no rows to answer")
 
-    answers = AnswerFile(options.out, jobs)
     errors = options.out.with_name(options.out.name + ".errors")
-    open_jobs = [job for job in jobs if job.index not in answers.answered]
-    if open_jobs:
-        if options.url:
-            backend = ServerBackend(options.url)
-        else:
-            backend = EngineBackend(["--model-path", options.model_path, *server_flags])
-        work = answer_into(answers, errors, backend, open_jobs, len(jobs), options.concurrency)
-        failed = backend.run(work)
-    else:
-        failed = 0
-    answers.close()
+    failed = 0
+    with AnswerFile(options.out, jobs) as answers:
+        open_jobs = [job for job in jobs if job.index not in answers.answered]
+        if open_jobs:
+            if options.url:
+                backend = ServerBackend(options.url)
+            else:
+                backend = EngineBackend(["--model-path", options.model_path, *server_flags])
+            work = answer_into(answers, errors, backend, open_jobs, len(jobs), options.concurrency)
+            failed = backend.run(work)
     if not failed:
         errors.unlink(missing_ok=True)
     earlier = len(jobs) - len(open_jobs)

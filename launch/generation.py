@@ -92,12 +92,15 @@ class Backend(Protocol):
 async def answer_all(
     backend: Backend, jobs: Iterable[Job], concurrency: int
 ) -> AsyncIterator[tuple[Job, Answer | RequestFailed]]:
-    """Yield every job with its outcome, in the order in which they finish, `concurrency` of them in flight."""
+    """Yield every job with its outcome, in the order in which they finish, `concurrency` of them in flight.
 
-    async def outcome(job: Job) -> tuple[Job, Answer | RequestFailed]:
+    Raises ServerGone, after the answers that came before it.
+    """
+
+    async def outcome(job: Job) -> tuple[Job, Answer | RequestFailed | ServerGone]:
         try:
             return job, await backend.answer(job)
-        except RequestFailed as failure:
+        except (RequestFailed, ServerGone) as failure:
             return job, failure
 
     remaining = iter(jobs)
@@ -109,8 +112,13 @@ async def answer_all(
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                yield task.result()
+            outcomes = [task.result() for task in done]
+            for job, result in outcomes:
+                if not isinstance(result, ServerGone):
+                    yield job, result
+            for _, result in outcomes:
+                if isinstance(result, ServerGone):
+                    raise result
     finally:
         for task in running:
             task.cancel()
