@@ -7,19 +7,15 @@ replay time over the number of calls. Pool slots are drawn at random, as in a po
 """
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 
+from sgl_specflow.eval.record import describe
 from sgl_specflow.kernels.tree_attention import TreeAttentionConfig, TreeAttentionScratch, ancestor_matrix, tree_attention
 
 BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200
@@ -177,24 +173,6 @@ def measure(batch: int, context: int, nodes: int, heads: int, kv_heads: int, hea
     return row
 
 
-def describe(commit: str | None, with_sglang: bool) -> dict:
-    if commit is None:
-        here = Path(__file__).resolve().parent
-        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    if with_sglang:
-        import sglang
-
-        versions["sglang"] = sglang.__version__
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
-        "commit": commit or "unknown",
-        "command": shlex.join([Path(sys.executable).name, "-m", "sgl_specflow.eval.tree_attention", *sys.argv[1:]]),
-    }
-
-
 COLUMNS = ("batch", "context", "nodes", "sglang_us", "ours_us", "ratio", "kv_read_floor_us", "matmul_floor_us",
            "times_floor", "max_abs_error")
 
@@ -204,7 +182,7 @@ def print_row(values) -> None:
     print(" ".join(f"{cell:>{len(name)}}" for cell, name in zip(cells, COLUMNS)), flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only-ours", action="store_true", help="skip SGLang's kernel (where sglang is missing)")
@@ -212,8 +190,8 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
-    arguments = parser.parse_args()
-    meta = describe(arguments.commit, not arguments.only_ours)
+    arguments = parser.parse_args(arguments)
+    meta = describe(arguments.commit)
     rows = []
     print(" ".join(COLUMNS))
     for shape in SHAPES:

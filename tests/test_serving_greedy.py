@@ -66,6 +66,13 @@ def scenarios() -> dict[str, list[dict]]:
         "one penalised request among others": [
             greedy(ids, 30, **({"frequency_penalty": 0.9} if i == 2 else {})) for i, ids in enumerate(prompts(6, seed=10))
         ],
+        "penalties of long requests, retracted where memory is short": [
+            greedy(ids, 90, **params)
+            for ids, params in zip(
+                prompts(8, seed=13, longest=40),
+                2 * [{"frequency_penalty": 0.8}, {"presence_penalty": 1.1}, {"repetition_penalty": 1.3}, {"min_new_tokens": 50, "ignore_eos": False}],
+            )
+        ],
         "grammar": [greedy(ids, 40, ignore_eos=False, regex="(w2w5|w7w3w4)+w9") for ids in prompts(4, seed=11)],
     }
 

@@ -26,12 +26,22 @@ def required_hooks() -> list[Hook]:
     """Every hook of this process: the tree's own, and the CPU platform's where that is the platform."""
     from sglang.srt.platforms import current_platform
 
-    from sgl_specflow.runtime import cpu_ops, cpu_platform, tree_backend, tree_input, tree_memory
+    from sgl_specflow.runtime import (
+        cpu_ops,
+        cpu_platform,
+        penalties,
+        start_checks,
+        tree_backend,
+        tree_input,
+        tree_memory,
+    )
 
     hooks = [
+        *start_checks.HOOKS,
         *tree_memory.HOOKS,
         *tree_input.HOOKS,
         *tree_backend.HOOKS,
+        *penalties.HOOKS,
     ]
     if isinstance(current_platform, cpu_platform.CpuReferencePlatform):
         hooks += cpu_ops.HOOKS

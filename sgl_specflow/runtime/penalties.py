@@ -4,6 +4,9 @@ SGLang's penalisers count committed tokens once a step; on a tree a node deeper 
 it, or the output differs from plain decoding's. We keep each penalised request's counts on the device, exact also
 under overlap scheduling, and add a node's path to them. The order is the one of SGLang's overlapped plain decoding:
 frequency, presence and minimum length first, repetition last.
+
+A prefill is still sampled with SGLang's own penalisers. They forget a retracted request's output, which the token after
+its second prefill must be penalised for; so it is counted again when SGLang makes them.
 """
 
 from dataclasses import dataclass
@@ -11,6 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.sampling.penaltylib import (
+    BatchedFrequencyPenalizer,
+    BatchedMinNewTokensPenalizer,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+)
+
+from sgl_specflow.runtime.names import is_tree_algorithm
 from sgl_specflow.tree import TokenTree
 from sgl_specflow.verify import Accepted
 
@@ -36,10 +48,8 @@ class TreePenalties:
         for i, req in enumerate(reqs):
             if not is_penalised(req):
                 continue
-            counts = torch.zeros(self.vocab_size, dtype=torch.float32, device=self.device)
-            output = torch.tensor(list(req.output_ids), dtype=torch.int64).to(self.device, non_blocking=True)
-            output = torch.cat([output, next_tokens[i : i + 1].to(torch.int64)])
-            counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.float32))
+            counts = _output_counts(req, self.vocab_size, self.device)
+            counts.index_add_(0, next_tokens[i : i + 1].to(torch.int64), torch.ones(1, device=self.device))
             self._ledgers[req] = _Ledger(counts, _stop_tokens(req, self.device))
 
     def apply(self, logits: torch.Tensor, reqs, tree: TokenTree) -> None:
@@ -84,6 +94,12 @@ def is_penalised(req) -> bool:
     )
 
 
+def _output_counts(req, vocab_size: int, device) -> torch.Tensor:
+    """float32 [V], how often each token stands in a request's output."""
+    output = torch.tensor(list(req.output_ids), dtype=torch.int64)
+    return torch.bincount(output, minlength=vocab_size).float().to(device, non_blocking=True)
+
+
 def _stop_tokens(req, device: torch.device) -> torch.Tensor:
     """Tokens that end a request, as SGLang's BatchedMinNewTokensPenalizer collects them."""
     tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
@@ -92,3 +108,39 @@ def _stop_tokens(req, device: torch.device) -> torch.Tensor:
         tokens |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
         tokens.add(tokenizer.eos_token_id)
     return torch.tensor(sorted(tokens - {None}), dtype=torch.int64).to(device, non_blocking=True)
+
+
+def restore_after_retraction(_result, info, batch, vocab_size: int) -> None:
+    """After SamplingBatchInfo.adjusted_from_schedule_batch: count the output of requests that have some already."""
+    orchestrator = info.penalizer_orchestrator
+    if not is_tree_algorithm(batch.spec_algorithm.name) or not orchestrator.is_required:
+        return
+    for i, req in enumerate(batch.reqs):
+        if len(req.output_ids) == 0 or not is_penalised(req):
+            continue
+        counts = _output_counts(req, vocab_size, orchestrator.device)
+        for kind, penalizer in orchestrator.penalizers.items():
+            if penalizer.is_prepared():
+                _restore(kind, penalizer, i, counts)
+
+
+def _restore(kind: type, penalizer, row: int, counts: torch.Tensor) -> None:
+    """Set one request's row of one of SGLang's penalisers to what cumulating its output would have made it."""
+    if kind is BatchedFrequencyPenalizer:
+        penalizer.cumulated_frequency_penalties[row] = penalizer.frequency_penalties[row] * counts
+    elif kind is BatchedPresencePenalizer:
+        penalizer.cumulated_presence_penalties[row] = penalizer.presence_penalties[row] * (counts > 0)
+    elif kind is BatchedRepetitionPenalizer:
+        row_penalties = torch.where(counts > 0, penalizer.repetition_penalties[row], 1.0)
+        penalizer.cumulated_repetition_penalties[row] = row_penalties
+    elif kind is BatchedMinNewTokensPenalizer:
+        penalizer.len_output_tokens[row] = int(counts.sum())
+
+
+HOOKS = [
+    (
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch",
+        restore_after_retraction,
+        HookType.AFTER,
+    ),
+]

@@ -6,10 +6,13 @@ Called while SGLang resolves its arguments. Each refusal names what was given, w
 import logging
 from pathlib import Path
 
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.plugins.hook_registry import HookType
+
 from sgl_specflow.drafter.checkpoint import check_checkpoint
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.runtime import hooks
+from sgl_specflow.runtime.names import is_tree_algorithm
 from sgl_specflow.runtime.settings import Options, TreeSettings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,8 @@ CONFLICTS = [
 
 def resolve_server_args(algorithm: str, server_args) -> None:
     """Check everything and write budget, depth, width and request limit into server_args (SGLang's stand-in)."""
+    from sgl_specflow.runtime import hooks
+
     hooks.check_applied()
     refuse_conflicts(server_args)
     head = load_head_config(server_args)
@@ -64,10 +69,17 @@ def resolve_server_args(algorithm: str, server_args) -> None:
     logger.info(settings.describe())
 
 
+def check_head_first(server_args) -> None:
+    """Before handle_speculative_decoding, which reads the head's config and fails in other words than ours."""
+    arguments = resolving_view(server_args)
+    if is_tree_algorithm(arguments.speculative_algorithm):
+        load_head_config(arguments)
+
+
 def refuse_conflicts(server_args) -> None:
     """Raise for the first flag that a tree worker does not serve."""
     for field, fine, todo in CONFLICTS:
-        value = getattr(server_args, field, None)
+        value = getattr(server_args, field, fine[0])
         if value not in fine:
             flag = "--" + field.replace("_", "-")
             raise SpecflowConfigError(
@@ -156,3 +168,8 @@ def _refuse_target(name: str, given: str, allowed: str) -> None:
     raise SpecflowConfigError(
         given=f"the target {name} with {given}", allowed=allowed, todo="serve it without --speculative-algorithm"
     )
+
+
+HOOKS = [
+    ("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", check_head_first, HookType.BEFORE),
+]

@@ -1,0 +1,22 @@
+"""python -m sgl_specflow.eval COMMAND: every figure in README, docs and eval/results comes from one of these."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "lossless": "greedy tree decoding against plain decoding, token for token",
+    "tree_attention": "tree attention against SGLang's tree verify, on a GPU",
+}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        print("usage: python -m sgl_specflow.eval COMMAND [options]\n", file=sys.stderr)
+        for name, purpose in COMMANDS.items():
+            print(f"  {name:16} {purpose}", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"sgl_specflow.eval.{sys.argv[1]}").main(sys.argv[2:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

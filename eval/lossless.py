@@ -1,0 +1,103 @@
+"""Greedy tree decoding against plain decoding of the same server build, token for token, in float32.
+
+    python -m sgl_specflow.eval lossless --model-path FOLDER --data ../shared/data --out eval/results/lossless.json
+
+Every combination of algorithm, budget and page size starts one server and answers all prompts at each batch size. The
+file is written after each server; a second run with the same --out measures what is missing.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+from sgl_specflow.eval.prompts import mixed
+from sgl_specflow.eval.record import describe
+from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
+from sgl_specflow.launch.server import start
+
+HEADS = Path(__file__).resolve().parents[1] / "sgl_specflow" / "drafter" / "heads"
+HEAD_OF = {"jetflow": "smollm2-135m-jetflow", "ddtree": "smollm2-135m-dflash"}
+REQUEST_SECONDS = 3600
+
+
+def answers(flags: list[str], jobs: list[Job], batches: list[int], log: Path) -> dict[int, list[Answer]]:
+    """One server, all jobs at each batch size."""
+    with start(flags, log=log, timeout=900) as server:
+        backend = ServerBackend(server.url, request_seconds=REQUEST_SECONDS)
+
+        async def collect(batch: int) -> list[Answer]:
+            done = {}
+            async for job, outcome in answer_all(backend, jobs, concurrency=batch):
+                if isinstance(outcome, RequestFailed):
+                    raise RuntimeError(f"prompt {job.index}: {outcome}\n{server.log_tail()}")
+                done[job.index] = outcome
+            return [done[job.index] for job in jobs]
+
+        return {batch: backend.run(collect(batch)) for batch in batches}
+
+
+def compare(plain: list[Answer], tree: list[Answer]) -> dict:
+    """Counts of one run; the first difference is given in full."""
+    different = [i for i, (a, b) in enumerate(zip(plain, tree)) if a.tokens != b.tokens]
+    row = {
+        "prompts": len(plain),
+        "tokens": sum(len(a.tokens) for a in plain),
+        "identical": len(plain) - len(different),
+        "plain_steps": sum(a.steps for a in plain),
+        "tree_steps": sum(a.steps for a in tree),
+        "accept_length": sum(a.decoded_tokens for a in tree) / max(1, sum(a.steps for a in tree)),
+    }
+    if different:
+        first = different[0]
+        at = next((j for j, (x, y) in enumerate(zip(plain[first].tokens, tree[first].tokens)) if x != y), None)
+        row["first_difference"] = {"prompt": first, "token": at}
+    return row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="sgl_specflow.eval lossless", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--heads", type=Path, default=HEADS, help="folder of the heads (default: the shipped ones)")
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=["jetflow", "ddtree"])
+    parser.add_argument("--budgets", type=numbers, default=[2, 16, 64])
+    parser.add_argument("--pages", type=numbers, default=[1, 16])
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
+    parser.add_argument("--commit")
+    parser.add_argument("flags", nargs="*", help="further server flags, after --")
+    options = parser.parse_args(arguments)
+
+    params = {"temperature": 0.0, "max_new_tokens": options.tokens}
+    jobs = [Job(i, i, None, messages, params) for i, messages in enumerate(mixed(options.data, options.prompts))]
+    base = ["--model-path", options.model_path, "--dtype", "float32", "--max-running-requests", "8", *options.flags]
+    result = json.loads(options.out.read_text()) if options.out.exists() else {"meta": describe(options.commit), "rows": []}
+    done = {(r["algorithm"], r["budget"], r["page_size"], r["batch"]) for r in result["rows"]}
+
+    plain: dict[int, list[Answer]] = {}
+    for algorithm, budget, page in itertools.product(options.algorithms, options.budgets, options.pages):
+        missing = [batch for batch in options.batches if (algorithm, budget, page, batch) not in done]
+        if not missing:
+            continue
+        if not plain:
+            plain = answers(base, jobs, options.batches, options.logs / "lossless-plain.log")
+        begun = time.monotonic()
+        flags = [*base, "--page-size", str(page), "--speculative-algorithm", algorithm]
+        flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]
+        flags += ["--speculative-num-draft-tokens", str(budget)]
+        tree = answers(flags, jobs, missing, options.logs / f"lossless-{algorithm}-{budget}-{page}.log")
+        for batch in missing:
+            row = {"algorithm": algorithm, "budget": budget, "page_size": page, "batch": batch}
+            result["rows"].append(row | compare(plain[batch], tree[batch]))
+            print(json.dumps(result["rows"][-1]), f"({time.monotonic() - begun:.0f} s)", flush=True)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = [row for row in result["rows"] if row["identical"] != row["prompts"]]
+    print(f"lossless: runs={len(result['rows'])} identical={len(result['rows']) - len(wrong)}")
+    return 1 if wrong else 0
