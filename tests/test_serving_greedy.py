@@ -207,3 +207,11 @@ def test_a_malformed_request_gets_400_and_disturbs_no_other(tree_server, plain, 
     thread.join(60)
     assert statuses == [400]
     assert [outcome(a) for a in answers] == [outcome(a) for a in plain[name][:4]]
+
+
+def test_memory_really_ran_short(request, tree_server, plain):
+    """The servers named so have retracted requests (run last: the scenarios above cause it)."""
+    if "short" not in request.node.callspec.params["tree_server"]:
+        pytest.skip("this server has memory enough")
+    generate(tree_server, scenarios()["penalties of long requests, retracted where memory is short"])
+    assert "retract" in tree_server.log.read_text().lower()
