@@ -49,6 +49,10 @@ class Comparison:
         return self.plain.tokens == self.tree.tokens and self.plain.text == self.tree.text
 
 
+# On a GPU, Triton's products of float32 default to TF32, which would make plain decoding itself inexact.
+EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
+
+
 def server_flags(model: str, on_gpu: bool) -> list[str]:
     """Flags of both servers. The CPU platform brings its own device, attention and sampling defaults."""
     flags = ["--model-path", model, "--dtype", "float32", "--max-running-requests", "8", "--max-total-tokens", "16384"]
@@ -70,7 +74,7 @@ def answers_of(label: str, flags: Sequence[str], jobs: Sequence[Job], log: Path)
     """Start a server with `flags`, answer `jobs` in their order, stop it."""
     say(f"{label}: starting the server (log: {log})")
     begun = time.monotonic()
-    with start(flags, log=log, timeout=START_SECONDS) as server:
+    with start(flags, log=log, timeout=START_SECONDS, environment=EXACT_FLOAT32) as server:
         say(f"{label}: up after {time.monotonic() - begun:.0f} s; sending {len(jobs)} prompts")
         begun = time.monotonic()
         backend = ServerBackend(server.url, request_seconds=ANSWER_SECONDS)

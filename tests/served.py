@@ -21,6 +21,12 @@ LAYERS = 3
 CONTEXT = 192
 EOS = 1
 BASE_FLAGS = ["--dtype", "float32", "--max-running-requests", "8", "--random-seed", "3", "--enable-metrics"]
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+if torch.cuda.is_available():
+    BASE_FLAGS += ["--attention-backend", "triton", "--mem-fraction-static", "0.2", "--cuda-graph-max-bs-decode", "8"]
+    BASE_FLAGS += ["--cuda-graph-backend-prefill", "disabled"]
+    # Exact float32 products in plain decoding too; Triton's default is TF32.
+    ENVIRONMENT["TRITON_F32_DEFAULT"] = "ieee"
 
 def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
     """A Llama over 16 tokens: a tree of 64 nodes then holds every first token and many seconds, whatever the head says,
@@ -32,7 +38,7 @@ def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Pa
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=64,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         bos_token_id=0,
@@ -74,7 +80,7 @@ def make_small_head(folder: Path, causal: bool, block_size: int = 8, confidence:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=64,
         vocab_size=VOCABULARY,
         num_target_layers=LAYERS,
         target_layer_ids=[0, 1],
@@ -95,7 +101,7 @@ def serve(target: Path, log: Path, *flags: str, environment: dict | None = None,
     return start(
         ["--model-path", str(target), *BASE_FLAGS, *flags],
         log=log,
-        environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})},
+        environment={**ENVIRONMENT, **(environment or {})},
         timeout=timeout,
     )
 

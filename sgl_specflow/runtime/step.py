@@ -25,6 +25,9 @@ class StepWindow:
     def of(cls, batch, model_runner, budget: int) -> "StepWindow":
         """Read the window from SGLang's request table, before the pass that the scheduler runs beside."""
         committed = batch.seq_lens
+        if committed.is_cuda:
+            # Under overlap it may come from another stream.
+            committed.record_stream(torch.cuda.current_stream())
         offsets = torch.arange(budget, device=committed.device)
         table = model_runner.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices[:, None], committed[:, None] + offsets].to(torch.int64)

@@ -16,7 +16,6 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
-from sglang.srt.utils import async_h2d
 
 from sgl_specflow.commit import CommitPlan, plan_commit
 from sgl_specflow.drafter.config import HeadConfig
@@ -101,9 +100,10 @@ class TreeWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         # Now, since the scheduler may put these tokens into the prefix cache once we return.
-        self.drafter.write_context(
-            result.logits_output.hidden_states, self.drafter.write_ids(plan), self._prefill_positions(batch)
-        )
+        slots = self.drafter.write_ids(plan)
+        # SGLang may pad the pass with further rows.
+        hidden = result.logits_output.hidden_states[: slots.numel()]
+        self.drafter.write_context(hidden, slots, self._prefill_positions(batch))
         result.logits_output.hidden_states = None
         self.verifier.penalties.start(batch.reqs, result.next_token_ids)
         result.next_draft_input = make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
@@ -114,7 +114,7 @@ class TreeWorker(BaseSpecWorker):
         positions = [
             torch.arange(prefix, prefix + length) for prefix, length in zip(batch.prefix_lens, batch.extend_lens)
         ]
-        return async_h2d(torch.cat(positions), dtype=torch.int64, device=self.device)
+        return torch.cat(positions).to(self.device, non_blocking=True)
 
     def _idle(self, on_publish) -> GenerationBatchResult:
         draft_input = DFlashDraftInputV2.create_idle_input(device=self.device)
@@ -163,7 +163,7 @@ class TreeWorker(BaseSpecWorker):
         limits = torch.full((len(batch.reqs),), self.settings.depth, dtype=torch.int64)
         for entry in info.custom_logit_processor.values():
             limits[entry.rows] = 0
-        return async_h2d(limits, dtype=torch.int64, device=self.device)
+        return limits.to(self.device, non_blocking=True)
 
     def _same_on_all_ranks(self, choice: torch.Tensor) -> torch.Tensor:
         group = get_parallel().tp_group
