@@ -49,8 +49,9 @@ class Comparison:
         return self.plain.tokens == self.tree.tokens and self.plain.text == self.tree.text
 
 
-# On a GPU, Triton's products of float32 default to TF32, which would make plain decoding itself inexact.
-EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
+# On a GPU: Triton's products of float32 default to TF32, which would make plain decoding itself inexact, and SGLang's
+# fused CUDA kernels for norms and activations have no float32.
+EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 
 
 def server_flags(model: str, on_gpu: bool) -> list[str]:

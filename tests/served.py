@@ -11,6 +11,7 @@ import torch
 from sgl_specflow.drafter.checkpoint import save_head
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.make import head_config, random_tensors
+from sgl_specflow.launch.quickstart import EXACT_FLOAT32
 from sgl_specflow.launch.server import Server, start
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,8 +26,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM
 if torch.cuda.is_available():
     BASE_FLAGS += ["--attention-backend", "triton", "--mem-fraction-static", "0.2", "--cuda-graph-max-bs-decode", "8"]
     BASE_FLAGS += ["--cuda-graph-backend-prefill", "disabled"]
-    # Exact float32 products in plain decoding too; Triton's default is TF32.
-    ENVIRONMENT["TRITON_F32_DEFAULT"] = "ieee"
+    ENVIRONMENT |= EXACT_FLOAT32
 
 def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
     """A Llama over 16 tokens: a tree of 64 nodes then holds every first token and many seconds, whatever the head says,
@@ -148,4 +148,4 @@ def outcome(answer: dict) -> tuple:
 
 def accept_length(answers: list[dict]) -> float:
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
-    return tokens / max(1, sum(answer["meta_info"]["spec_verify_ct"] for answer in answers))
+    return tokens / max(1, sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers))

@@ -88,7 +88,7 @@ def self_written_prompts(model, tokenizer, count: int, batch_size: int, held_out
 def generate(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, temperature: float) -> list[list[int]]:
     """One batch of the target's continuations, cut after the stop token. temperature 0 is greedy."""
     width = max(map(len, prompts))
-    padding = tokenizer.pad_token_id
+    padding = model.generation_config.pad_token_id
     ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
