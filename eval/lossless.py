@@ -56,6 +56,17 @@ def compare(plain: list[Answer], tree: list[Answer]) -> dict:
     return row
 
 
+def wanted_runs(options: argparse.Namespace) -> dict[tuple[str, int, int], list[int]]:
+    """Batch sizes by server (algorithm, budget, page size)."""
+    if options.runs is None:
+        return {key: options.batches for key in itertools.product(options.algorithms, options.budgets, options.pages)}
+    runs: dict[tuple[str, int, int], list[int]] = {}
+    for item in options.runs.split(","):
+        algorithm, budget, page, batch = item.split(":")
+        runs.setdefault((algorithm, int(budget), int(page)), []).append(int(batch))
+    return runs
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sgl_specflow.eval lossless", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
@@ -67,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budgets", type=numbers, default=[2, 16, 64])
     parser.add_argument("--pages", type=numbers, default=[1, 16])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--runs", help="instead of all combinations: algorithm:budget:page:batch, comma-separated")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
@@ -78,15 +90,17 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [Job(i, i, None, messages, params) for i, messages in enumerate(mixed(options.data, options.prompts))]
     base = ["--model-path", options.model_path, "--dtype", "float32", "--max-running-requests", "8", *options.flags]
     result = json.loads(options.out.read_text()) if options.out.exists() else {"meta": describe(options.commit), "rows": []}
+    runs = wanted_runs(options)
     done = {(r["algorithm"], r["budget"], r["page_size"], r["batch"]) for r in result["rows"]}
 
     plain: dict[int, list[Answer]] = {}
-    for algorithm, budget, page in itertools.product(options.algorithms, options.budgets, options.pages):
-        missing = [batch for batch in options.batches if (algorithm, budget, page, batch) not in done]
+    for (algorithm, budget, page), batches in runs.items():
+        missing = [batch for batch in batches if (algorithm, budget, page, batch) not in done]
         if not missing:
             continue
         if not plain:
-            plain = answers(base, jobs, options.batches, options.logs / "lossless-plain.log")
+            every = sorted({batch for batches in runs.values() for batch in batches})
+            plain = answers(base, jobs, every, options.logs / "lossless-plain.log")
         begun = time.monotonic()
         flags = [*base, "--page-size", str(page), "--speculative-algorithm", algorithm]
         flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]

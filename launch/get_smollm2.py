@@ -98,10 +98,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    # Releases of transformers read other special tokens out of the same GGUF.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
+    end = tokenizer.eos_token_id
     model.config.eos_token_id = end
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"), eos_token_id=end, pad_token_id=end
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
