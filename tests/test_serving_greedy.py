@@ -196,6 +196,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(tree_server, plain):
         {"input_ids": [3, 4], "sampling_params": {"top_p": 0}},
         {"input_ids": [3] * (CONTEXT + 5), "sampling_params": {"temperature": 0}},
         {"sampling_params": {"temperature": 0}},
+        {"input_ids": [3, 4], "return_sampling_mask": True, "sampling_params": {"temperature": 0, "top_k": 1}},
     ],
 )
 def test_a_malformed_request_gets_400_and_disturbs_no_other(tree_server, plain, body):

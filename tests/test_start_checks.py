@@ -1,6 +1,8 @@
 """A start that cannot work is refused before weights load, with an error that names what was given and what to do."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import types
@@ -14,7 +16,6 @@ from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.launch.server import ServerError
 from sgl_specflow.runtime import hooks, start_checks
 from sgl_specflow.runtime.settings import Options, TreeSettings
-from tiny_models import make_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +39,44 @@ def bidirectional(folder):
 
 
 RESOLVE = """
-import json, sys
+import json, logging, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import prepare_server_args
-args = prepare_server_args(json.loads(sys.argv[1]))
-args.resolve_once()
+
+lines = []
+
+class Keep(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+
+for name, flags in json.loads(sys.argv[1]).items():
+    lines.clear()
+    logging.getLogger("sgl_specflow").handlers = [Keep()]
+    logging.getLogger("sgl_specflow").setLevel(logging.INFO)
+    error = None
+    try:
+        prepare_server_args(flags).resolve_once()
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    print("RESULT " + json.dumps([name, error, lines]))
 """
 
 
-def resolve(*flags: str, environment: dict | None = None) -> subprocess.CompletedProcess:
-    """SGLang's own resolution of command-line flags in a fresh process, without loading a model."""
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-c", RESOLVE, json.dumps([str(flag) for flag in flags])],
+def resolve_all(cases: dict[str, list], environment: dict | None = None) -> dict[str, tuple[str | None, list[str]]]:
+    """SGLang's own resolution of each case's command-line flags, in one fresh process and without loading a model:
+    (error or None, lines that sgl_specflow logged) by case."""
+    cases = {name: [str(flag) for flag in flags] for name, flags in cases.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, json.dumps(cases)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
     )
+    rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(rows) == len(cases), done.stderr[-3000:]
+    return {name: (error, lines) for name, error, lines in rows}
 
 
 # --- settings: ranges ------------------------------------------------------------------------------------------------
@@ -127,18 +146,10 @@ def test_every_conflicting_flag_exists_in_sglang():
     assert [row[0] for row in start_checks.CONFLICTS if row[0] not in known] == []
 
 
-def test_one_log_line_says_what_was_resolved(target, causal):
-    done = resolve("--model-path", target, *tree_flags("jetflow", causal, 8))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("sgl_specflow: jetflow, causal head, budget 8 nodes, depth 7, width 16") == 1
-
-
 # --- heads and targets, through SGLang's own resolution ---------------------------------------------------------------
 
 
 def broken_head(folder, causal, how):
-    import shutil
-
     if how == "missing":
         return folder / "nothing-here"
     copy = folder / how.replace(" ", "-")
@@ -164,55 +175,91 @@ def other_head(folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize("how", ["missing", "no weights", "cut short", "no config"])
-def test_a_missing_or_half_checkpoint_is_refused(folder, target, causal, how):
-    path = broken_head(folder, causal, how)
-    done = resolve("--model-path", target, *tree_flags("jetflow", path, 8))
-    assert done.returncode != 0
-    assert "SpecflowConfigError" in done.stderr and str(path) in done.stderr, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"hidden_size": 32}, "hidden_size 32"),
-        ({"vocab_size": 32}, "vocab_size 32"),
-        ({"num_target_layers": 9, "target_layer_ids": [0, 7]}, "num_target_layers 9"),
-        ({"vocab_size": 64, "mask_token_id": 40}, "mask_token_id 40"),
-    ],
-)
-def test_a_head_for_another_target_is_refused(folder, target, changes, named):
-    path = other_head(folder / "-".join(changes), **changes)
-    done = resolve("--model-path", target, *tree_flags("jetflow", path, 8))
-    assert done.returncode != 0 and "SpecflowConfigError" in done.stderr
-    assert named in done.stderr, done.stderr[-2000:]
-
-
-def test_a_start_without_a_head_is_refused(target):
-    done = resolve("--model-path", target, "--speculative-algorithm", "jetflow")
-    assert done.returncode != 0 and "no --speculative-draft-model-path" in done.stderr
-
-
-UNSUPPORTED = {
-    "MLA": ({"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "first_k_dense_replace": 9}, "MLA attention"),
-    "encoder": ({"architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 128}, "an encoder"),
-    "mamba layers": ({"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}, "Mamba"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_an_unsupported_target_is_refused(folder, causal, kind):
-    more, named = UNSUPPORTED[kind]
-    path = folder / kind.replace(" ", "-")
-    path.mkdir(exist_ok=True)
+def config_only(folder, **fields):
+    """A target of which only config.json exists."""
+    folder.mkdir(exist_ok=True)
     config = dict(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=128, torch_dtype="float32",
     )  # fmt: skip
-    (path / "config.json").write_text(json.dumps({**config, **more}))
-    done = resolve("--model-path", path, "--skip-tokenizer-init", *tree_flags("jetflow", causal, 8))
-    assert done.returncode != 0 and "SpecflowConfigError" in done.stderr, done.stderr[-3000:]
-    assert named in done.stderr and "without --speculative-algorithm" in done.stderr
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+BROKEN = ["missing", "no weights", "cut short", "no config"]
+OTHER_HEADS = {
+    "hidden_size 32": {"hidden_size": 32},
+    "vocab_size 32": {"vocab_size": 32},
+    "num_target_layers 9": {"num_target_layers": 9, "target_layer_ids": [0, 7]},
+    "mask_token_id 40": {"vocab_size": 64, "mask_token_id": 40},
+}
+MLA = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+UNSUPPORTED = {
+    "MLA attention": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_routed_experts": 4, **MLA},
+    "an encoder": {"architectures": ["BertModel"], "model_type": "bert"},
+    "Mamba": {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"},
+}
+
+
+@pytest.fixture(scope="module")
+def resolved(folder, target, causal):
+    """Every case at once: importing SGLang takes far longer than resolving."""
+    model = ["--model-path", target]
+    cases = {
+        "fine": [*model, *tree_flags("jetflow", causal, 8)],
+        "upper case": [*model, *tree_flags("JetSpec", causal, 8)],
+        "plain": model,
+        "no head": [*model, "--speculative-algorithm", "jetflow"],
+        "pipeline": [*model, *tree_flags("jetflow", causal, 8), "--pp-size", "2"],
+    }
+    for how in BROKEN:
+        cases[how] = [*model, *tree_flags("jetflow", broken_head(folder, causal, how), 8)]
+    for number, (named, changes) in enumerate(OTHER_HEADS.items()):
+        cases[named] = [*model, *tree_flags("jetflow", other_head(folder / f"other-{number}", **changes), 8)]
+    for number, (named, fields) in enumerate(UNSUPPORTED.items()):
+        path = config_only(folder / f"target-{number}", **fields)
+        cases[named] = ["--model-path", path, "--skip-tokenizer-init", *tree_flags("jetflow", causal, 8)]
+    return resolve_all(cases)
+
+
+def test_one_log_line_says_what_was_resolved(resolved):
+    for name, algorithm in (("fine", "jetflow"), ("upper case", "jetspec")):
+        error, lines = resolved[name]
+        assert error is None
+        assert [line for line in lines if "causal head, budget 8 nodes, depth 7, width 16" in line and algorithm in line]
+        assert len(lines) == 1
+
+
+def test_a_plain_start_needs_no_head(resolved):
+    assert resolved["plain"] == (None, [])
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_missing_or_half_checkpoint_is_refused(resolved, folder, how):
+    error, _ = resolved[how]
+    assert error.startswith("SpecflowConfigError")
+    assert ("nothing-here" if how == "missing" else str(folder / how.replace(" ", "-"))) in error
+
+
+@pytest.mark.parametrize("named", OTHER_HEADS)
+def test_a_head_for_another_target_is_refused(resolved, named):
+    error, _ = resolved[named]
+    assert error.startswith("SpecflowConfigError") and named in error
+
+
+@pytest.mark.parametrize("named", UNSUPPORTED)
+def test_an_unsupported_target_is_refused(resolved, named):
+    error, _ = resolved[named]
+    assert error.startswith("SpecflowConfigError")
+    assert named in error and "without --speculative-algorithm" in error
+
+
+def test_a_start_without_a_head_is_refused(resolved):
+    assert "no --speculative-draft-model-path" in resolved["no head"][0]
+
+
+def test_pipeline_parallelism_is_refused(resolved):
+    assert "--pp-size" in resolved["pipeline"][0] or "pp-size" in resolved["pipeline"][0]
 
 
 def test_a_real_server_stops_with_the_message_last(folder, target, bidirectional):
@@ -254,11 +301,5 @@ SABOTEUR = """
 
 def test_a_start_with_a_hook_that_failed_to_apply_is_stopped(tmp_path, target, causal):
     environment = plugin_environment(tmp_path / "plugin", SABOTEUR)
-    done = resolve("--model-path", target, *tree_flags("jetflow", causal, 8), environment=environment)
-    assert done.returncode != 0
-    assert "hooks that did not take hold" in done.stderr and "get_alloc_len_per_decode" in done.stderr
-
-
-def test_a_plain_start_needs_no_head(tmp_path):
-    done = resolve("--model-path", make_tiny_llama(tmp_path / "llama"))
-    assert done.returncode == 0, done.stderr[-2000:]
+    error, _ = resolve_all({"x": ["--model-path", target, *tree_flags("jetflow", causal, 8)]}, environment)["x"]
+    assert "hooks that did not take hold" in error and "get_alloc_len_per_decode" in error

@@ -30,6 +30,7 @@ def required_hooks() -> list[Hook]:
         cpu_ops,
         cpu_platform,
         penalties,
+        request_checks,
         start_checks,
         tree_backend,
         tree_input,
@@ -42,6 +43,7 @@ def required_hooks() -> list[Hook]:
         *tree_input.HOOKS,
         *tree_backend.HOOKS,
         *penalties.HOOKS,
+        *request_checks.HOOKS,
     ]
     if isinstance(current_platform, cpu_platform.CpuReferencePlatform):
         hooks += cpu_ops.HOOKS
