@@ -5,4 +5,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 make_environment test
 fetch_model
 cd "$root"
-exec "$python" -m pytest -q -rs --durations=15 "$@"
+# Two files at a time: most of the time goes into starting servers, one core each.
+exec "$python" -m pytest -q -rs --durations=15 -n 2 --dist loadfile "$@"

@@ -38,8 +38,9 @@ def machine(monkeypatch):
     def set_up(accelerator: bool, **environment):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: accelerator)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-        for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
-            monkeypatch.delenv(name, raising=False)
+        for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE", "OMP_WAIT_POLICY"):
+            monkeypatch.setenv(name, "")  # so that monkeypatch also takes back what activate() sets
+            monkeypatch.delenv(name)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -50,6 +51,15 @@ def machine(monkeypatch):
 def test_stands_in_where_there_is_no_accelerator(machine):
     machine(accelerator=False)
     assert pkgutil.resolve_name(cpu_platform.activate()) is cpu_platform.CpuReferencePlatform
+
+
+def test_idle_threads_of_workers_do_not_spin(machine):
+    machine(accelerator=False)
+    cpu_platform.activate()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
+    cpu_platform.activate()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_leaves_an_accelerator_alone(machine):

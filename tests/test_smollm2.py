@@ -32,8 +32,7 @@ def model():
 
 def run_server(model, log, *flags):
     base = ["--model-path", str(model), "--dtype", "float32", "--max-running-requests", "8", "--max-total-tokens", "16384"]
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "2"}
-    return start([*base, *flags], log=log, environment=environment, timeout=600)
+    return start([*base, *flags], log=log, environment={**ENVIRONMENT, "OMP_NUM_THREADS": "2"}, timeout=600)
 
 
 def requests(server):
