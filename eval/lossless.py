@@ -68,7 +68,9 @@ def wanted_runs(options: argparse.Namespace) -> dict[tuple[str, int, int], list[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="sgl_specflow.eval lossless", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval lossless", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
@@ -89,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     params = {"temperature": 0.0, "max_new_tokens": options.tokens}
     jobs = [Job(i, i, None, messages, params) for i, messages in enumerate(mixed(options.data, options.prompts))]
     base = ["--model-path", options.model_path, "--dtype", "float32", "--max-running-requests", "8", *options.flags]
-    result = json.loads(options.out.read_text()) if options.out.exists() else {"meta": describe(options.commit), "rows": []}
+    result = (
+        json.loads(options.out.read_text()) if options.out.exists() else {"meta": describe(options.commit), "rows": []}
+    )
     runs = wanted_runs(options)
     done = {(r["algorithm"], r["budget"], r["page_size"], r["batch"]) for r in result["rows"]}
 

@@ -33,11 +33,15 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":")
+    model = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":"
+    )
     return f"CPU {model.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
 
 
 def _commit() -> str:
     answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     return (answer.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
-
 from sgl_specflow.eval.record import describe
-from sgl_specflow.kernels.tree_attention import TreeAttentionConfig, TreeAttentionScratch, ancestor_matrix, tree_attention
+from sgl_specflow.kernels.tree_attention import (
+    TreeAttentionConfig,
+    TreeAttentionScratch,
+    ancestor_matrix,
+    tree_attention,
+)
 
 BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200
 FLOP_PER_SECOND = 790e12  # measured bf16 matrix product of an H200
@@ -68,7 +71,12 @@ def make_problem(batch: int, context: int, nodes: int, heads: int, kv_heads: int
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     return Problem(
-        batch, context, nodes, heads, kv_heads, head_dim,
+        batch,
+        context,
+        nodes,
+        heads,
+        kv_heads,
+        head_dim,
         sets=[
             {
                 "q": normal(batch * nodes, heads, head_dim),
@@ -91,15 +99,31 @@ def our_calls(problem: Problem, config: TreeAttentionConfig | None = None, imple
     scratch = None
     if config is None and implementation == "triton":
         scratch = TreeAttentionScratch.allocate(
-            problem.batch, (problem.nodes,), problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim,
-            torch.bfloat16, "cuda",
+            problem.batch,
+            (problem.nodes,),
+            problem.heads,
+            problem.kv_heads,
+            problem.head_dim,
+            problem.head_dim,
+            torch.bfloat16,
+            "cuda",
         )
 
     def call(tensors: dict) -> torch.Tensor:
         return tree_attention(
-            tensors["q"], problem.k_pool, problem.v_pool, problem.prefix_indptr, tensors["prefix_slots"],
-            tensors["node_slots"], problem.ancestors, problem.depth, problem.scale, out=tensors["out"],
-            implementation=implementation, scratch=scratch, config=config,
+            tensors["q"],
+            problem.k_pool,
+            problem.v_pool,
+            problem.prefix_indptr,
+            tensors["prefix_slots"],
+            tensors["node_slots"],
+            problem.ancestors,
+            problem.depth,
+            problem.scale,
+            out=tensors["out"],
+            implementation=implementation,
+            scratch=scratch,
+            config=config,
         )
 
     return [lambda tensors=tensors: call(tensors) for tensors in problem.sets]
@@ -118,8 +142,23 @@ def sglang_calls(problem: Problem) -> list:
 
     def call(tensors: dict, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         extend_attention_fwd(
-            tensors["q"], k, v, tensors["out"], problem.k_pool, problem.v_pool, query_indptr, problem.prefix_indptr,
-            tensors["prefix_slots"], mask, True, mask_indptr, nodes, 1.0, 1.0, problem.scale, logit_cap=0.0,
+            tensors["q"],
+            k,
+            v,
+            tensors["out"],
+            problem.k_pool,
+            problem.v_pool,
+            query_indptr,
+            problem.prefix_indptr,
+            tensors["prefix_slots"],
+            mask,
+            True,
+            mask_indptr,
+            nodes,
+            1.0,
+            1.0,
+            problem.scale,
+            logit_cap=0.0,
         )
         return tensors["out"]
 
@@ -162,8 +201,15 @@ def max_abs_error(problem: Problem) -> float:
 
 def measure(batch: int, context: int, nodes: int, heads: int, kv_heads: int, head_dim: int, with_sglang: bool) -> dict:
     problem = make_problem(batch, context, nodes, heads, kv_heads, head_dim)
-    row = {"batch": batch, "context": context, "nodes": nodes, "heads": heads, "kv_heads": kv_heads,
-           "head_dim": head_dim, "max_abs_error": max_abs_error(problem)}
+    row = {
+        "batch": batch,
+        "context": context,
+        "nodes": nodes,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_abs_error": max_abs_error(problem),
+    }
     row["ours_us"] = microseconds(our_calls(problem))
     row["sglang_us"] = microseconds(sglang_calls(problem), replays=10) if with_sglang else None
     row["ratio"] = row["sglang_us"] / row["ours_us"] if with_sglang else None
@@ -173,8 +219,18 @@ def measure(batch: int, context: int, nodes: int, heads: int, kv_heads: int, hea
     return row
 
 
-COLUMNS = ("batch", "context", "nodes", "sglang_us", "ours_us", "ratio", "kv_read_floor_us", "matmul_floor_us",
-           "times_floor", "max_abs_error")
+COLUMNS = (
+    "batch",
+    "context",
+    "nodes",
+    "sglang_us",
+    "ours_us",
+    "ratio",
+    "kv_read_floor_us",
+    "matmul_floor_us",
+    "times_floor",
+    "max_abs_error",
+)
 
 
 def print_row(values) -> None:

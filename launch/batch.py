@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from tqdm import tqdm
-
 from sgl_specflow.launch.generation import (
     Answer,
     Backend,
@@ -34,6 +32,7 @@ from sgl_specflow.launch.generation import (
     ServerGone,
     answer_all,
 )
+from tqdm import tqdm
 
 _BAD_ROWS_SHOWN = 20
 
@@ -158,7 +157,10 @@ async def answer_into(
     # tqdm's own lock is a semaphore whose resource tracker Engine.shutdown kills.
     tqdm.set_lock(threading.RLock())
     failed = decoded = steps = 0
-    with errors.open("wb", buffering=0) as error_stream, tqdm(total=total, initial=total - len(jobs), unit="row") as bar:
+    with (
+        errors.open("wb", buffering=0) as error_stream,
+        tqdm(total=total, initial=total - len(jobs), unit="row") as bar,
+    ):
         async for job, outcome in answer_all(backend, jobs, concurrency):
             if isinstance(outcome, RequestFailed):
                 failed += 1
@@ -211,7 +213,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--url", help="a running SGLang server")
     where.add_argument("--model-path", help="run sglang.Engine here; its other flags follow after --")
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="for rows that do not say (default: %(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, help="for rows that do not say (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="likewise (default: %(default)s, greedy)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out bad input rows instead of stopping")
 

@@ -199,9 +199,7 @@ class EngineBackend:
         if job.messages is not None:
             tokenizer = self._engine.tokenizer_manager.tokenizer
             question = {
-                "input_ids": tokenizer.apply_chat_template(
-                    job.messages, add_generation_prompt=True, return_dict=False
-                )
+                "input_ids": tokenizer.apply_chat_template(job.messages, add_generation_prompt=True, return_dict=False)
             }
         try:
             response = await self._engine.async_generate(**question, sampling_params=job.sampling_params)

@@ -102,9 +102,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     end = tokenizer.eos_token_id
     model.config.eos_token_id = end
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end
-    )
+    model.generation_config = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / COMPLETE).write_text(json.dumps({"package": PACKAGE, "version": VERSION, "gguf": gguf.name}) + "\n")

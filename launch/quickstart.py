@@ -17,10 +17,11 @@ from itertools import zip_longest
 from pathlib import Path
 from shutil import get_terminal_size
 
-import sgl_specflow
 from sgl_specflow.launch.batch import BatchError, read_jobs
 from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, ServerGone, answer_all
 from sgl_specflow.launch.server import ServerError, start
+
+import sgl_specflow
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 SHIPPED_HEAD = Path(sgl_specflow.__file__).parent / "drafter" / "heads" / "smollm2-135m-jetflow"
@@ -160,7 +161,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-path", type=Path, required=True, help="folder of SmolLM2-135M-Instruct (get_smollm2.py)")
+    parser.add_argument(
+        "--model-path", type=Path, required=True, help="folder of SmolLM2-135M-Instruct (get_smollm2.py)"
+    )
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="JetFlow head (default: the shipped one)")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON lines as for batch (default: shipped)")
     parser.add_argument("--max-new-tokens", type=int, default=NEW_TOKENS, help="default: %(default)s")

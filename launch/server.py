@@ -1,7 +1,7 @@
 """Start an SGLang server as a child process, wait until it answers, and stop it with everything it started.
 
-    with start(["--model-path", folder, "--dtype", "float32"], log="server.log") as server:
-        requests.post(server.url + "/generate", json={"text": "Hello"})
+with start(["--model-path", folder, "--dtype", "float32"], log="server.log") as server:
+    requests.post(server.url + "/generate", json={"text": "Hello"})
 """
 
 import ctypes
@@ -128,7 +128,9 @@ def _wait_until_healthy(server: Server, timeout: float) -> None:
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise ServerError(f"the server did not answer within {timeout:.0f} s; the end of {server.log}:\n{server.log_tail()}")
+    raise ServerError(
+        f"the server did not answer within {timeout:.0f} s; the end of {server.log}:\n{server.log_tail()}"
+    )
 
 
 def _group_runs(process: subprocess.Popen) -> bool:

@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from sgl_specflow.launch.quickstart import EXACT_FLOAT32
+from sgl_specflow.launch.server import Server, start
+from tiny_models import save_random
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
 from sgl_specflow.drafter.checkpoint import save_head
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.make import head_config, random_tensors
-from sgl_specflow.launch.quickstart import EXACT_FLOAT32
-from sgl_specflow.launch.server import Server, start
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 VOCABULARY = 16
 LAYERS = 3
@@ -27,6 +28,7 @@ if torch.cuda.is_available():
     BASE_FLAGS += ["--attention-backend", "triton", "--mem-fraction-static", "0.2", "--cuda-graph-max-bs-decode", "8"]
     BASE_FLAGS += ["--cuda-graph-backend-prefill", "disabled"]
     ENVIRONMENT |= EXACT_FLOAT32
+
 
 def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
     """A Llama over 16 tokens: a tree of 64 nodes then holds every first token and many seconds, whatever the head says,
@@ -44,32 +46,18 @@ def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Pa
         bos_token_id=0,
         eos_token_id=EOS,
     )
-    _save_with_words(config, folder, seed, sharpness)
+    _make_word_tokenizer(save_random(config, folder, seed, sharpness), VOCABULARY)
     return Path(folder)
 
-def _save_with_words(config: LlamaConfig, folder: Path, seed: int, sharpness: float) -> None:
-    """Weights as in tiny_models, a tokenizer of 16 words ('w2 ' ...) in place of its byte-level one."""
-    from transformers import AutoModelForCausalLM
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
-            scale = sharpness if name.startswith("lm_head") else 1.5
-            fan_in = 1 if "embed_tokens" in name else parameter.shape[-1]
-            parameter.normal_(generator=generator).mul_(scale / fan_in**0.5)
-    model.generation_config.eos_token_id = EOS
-    model.save_pretrained(folder)
-    words = ["<s>", "</s>"] + [f"w{i}" for i in range(2, config.vocab_size)]
+def _make_word_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Tokens 2.. are the words 'w2', 'w3', ..."""
+    words = ["<s>", "</s>"] + [f"w{i}" for i in range(2, vocabulary)]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Sequence([decoders.Fuse()])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
 
 def make_small_head(folder: Path, causal: bool, block_size: int = 8, confidence: float = 0.05, **changes) -> Path:
     """A random head of either kind for the small target. Its final norm is scaled by `confidence`: near 0 its marginals
@@ -96,6 +84,7 @@ def make_small_head(folder: Path, causal: bool, block_size: int = 8, confidence:
     save_head(folder, parsed, tensors)
     return Path(folder)
 
+
 def serve(target: Path, log: Path, *flags: str, environment: dict | None = None, timeout: float = 420) -> Server:
     """A server of the target on a free port; the caller stops it."""
     return start(
@@ -104,6 +93,7 @@ def serve(target: Path, log: Path, *flags: str, environment: dict | None = None,
         environment={**ENVIRONMENT, **(environment or {})},
         timeout=timeout,
     )
+
 
 def tree_flags(algorithm: str, head: Path, budget: int, *more: str) -> list[str]:
     return [
@@ -116,20 +106,21 @@ def tree_flags(algorithm: str, head: Path, budget: int, *more: str) -> list[str]
         *more,
     ]
 
+
 def post(server: Server, path: str, body: dict, timeout: float = 300):
     """(status, parsed answer) of one POST."""
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return answer.status, json.loads(answer.read() or b"null")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read() or b"null")
 
+
 def get(server: Server, path: str) -> str:
     with urllib.request.urlopen(server.url + path, timeout=60) as answer:
         return answer.read().decode()
+
 
 def generate(server: Server, requests: list[dict], at_once: int = 8) -> list[dict]:
     """Answers of /generate in order, `at_once` requests in flight. Raises if one is not 200."""
@@ -142,9 +133,11 @@ def generate(server: Server, requests: list[dict], at_once: int = 8) -> list[dic
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(one, requests))
 
+
 def outcome(answer: dict) -> tuple:
     """What must equal plain decoding's: tokens, text and why it ended."""
     return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]
+
 
 def accept_length(answers: list[dict]) -> float:
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)

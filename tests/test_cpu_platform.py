@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import tiny_models
 import torch
+from transformers import AutoModelForCausalLM
+
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime import cpu_ops, cpu_platform
-from transformers import AutoModelForCausalLM
 
 needs_cpu = pytest.mark.skipif(
     cpu_platform.accelerator_present(), reason="the reference platform stands in only where there is no accelerator"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from sgl_specflow.launch import quickstart
 from sgl_specflow.launch.__main__ import main
 from sgl_specflow.launch.generation import Answer, Job

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sgl_specflow.tree import build_tree
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
 from sgl_specflow.tree.token_tree import unpack_bits
@@ -78,7 +79,14 @@ def test_a_mask_sees_its_branch_and_itself_only():
 
 def test_a_candidate_that_the_tree_holds_is_not_doubled():
     tree = build_tree(torch.tensor([5]), torch.tensor([[[-0.1, -2.0]]]), torch.tensor([[[3, 4]]]), 2)
-    rebuilt = rebuild_tree(tree, torch.tensor([[0.0, -0.5]]), torch.tensor([[[-0.5, -1.0], [-9.0, -9.0]]]), torch.tensor([[[3, 6], [1, 2]]]), 4, 2)
+    rebuilt = rebuild_tree(
+        tree,
+        torch.tensor([[0.0, -0.5]]),
+        torch.tensor([[[-0.5, -1.0], [-9.0, -9.0]]]),
+        torch.tensor([[[3, 6], [1, 2]]]),
+        4,
+        2,
+    )
     rebuilt.check()
     assert rebuilt.token[0].tolist() == [5, 3, 6, 1]
 
@@ -87,6 +95,8 @@ def test_a_candidate_that_the_tree_holds_is_not_doubled():
 def test_padding_is_inert(budget):
     tree = first_tree(1, 3)
     dead = torch.full((1, 3, 2), -torch.inf)
-    rebuilt = rebuild_tree(tree, torch.full((1, 3), -torch.inf), dead, torch.zeros(1, 3, 2, dtype=torch.int64), budget, 3)
+    rebuilt = rebuild_tree(
+        tree, torch.full((1, 3), -torch.inf), dead, torch.zeros(1, 3, 2, dtype=torch.int64), budget, 3
+    )
     rebuilt.check()
     assert rebuilt.node_count.tolist() == [1]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from scipy.stats import chi2
 from served import accept_length, generate, make_small_head, make_small_target, serve, tree_flags
+from transformers import AutoModelForCausalLM
+
 from sgl_specflow.tree import build_tree
 from sgl_specflow.verify import accept
-from transformers import AutoModelForCausalLM
 
 TOKENS, LENGTH = 6, 3
 SIGNIFICANCE = 1e-6  # a right rule fails once in a million runs; the wrong rules below are at 1e-100
@@ -63,7 +64,9 @@ def run(rule, draft_seed: int, budget: int, draws: int = 40000, seed: int = 1) -
     while bool((count < LENGTH).any()):
         drafts = (2 * torch.randn(1, 3, TOKENS, generator=torch.Generator().manual_seed(draft_seed))).log_softmax(2)
         order = drafts.argsort(dim=2, descending=True).expand(draws, -1, -1)[:, :, :4].contiguous()
-        tree = build_tree(torch.zeros(draws, dtype=torch.int64), drafts.expand(draws, -1, -1).gather(2, order), order, budget)
+        tree = build_tree(
+            torch.zeros(draws, dtype=torch.int64), drafts.expand(draws, -1, -1).gather(2, order), order, budget
+        )
         choice = sample_at_nodes(tree, committed, count, generator, seed)
         accepted = rule(tree, choice)
         for j in range(accepted.tokens.shape[1]):
@@ -103,7 +106,9 @@ def prefers_drafted_children(tree, choice):
     second = accept(tree, again, 3)
     better = second.length > first.length
     pick = lambda a, b: torch.where(better.view(-1, *[1] * (a.dim() - 1)), b, a)  # noqa: E731
-    return type(first)(*(pick(getattr(first, f), getattr(second, f)) for f in ("path", "length", "tokens", "bonus", "last_node")))
+    return type(first)(
+        *(pick(getattr(first, f), getattr(second, f)) for f in ("path", "length", "tokens", "bonus", "last_node"))
+    )
 
 
 def forgets_the_path(tree, choice):

@@ -9,15 +9,16 @@ have to be right for the trees to be equal.
 import pytest
 import torch
 from injected import plugin_environment
+from served import generate, make_small_head, make_small_target, serve, tree_flags
+from test_serving_greedy import greedy, prompts
+from transformers import AutoModelForCausalLM
+
 from sgl_specflow.drafter.checkpoint import load_tensors
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.training.target_states import FrozenTarget
 from sgl_specflow.tree import TokenTree, build_tree
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
-from served import generate, make_small_head, make_small_target, serve, tree_flags
-from test_serving_greedy import greedy, prompts
-from transformers import AutoModelForCausalLM
 
 RECORDER = """
     import os, torch
@@ -41,8 +42,20 @@ CASES = {
     # name: (algorithm, head changes, budget, flags, options)
     "causal": ("jetflow", {}, 24, ["--page-size", "16", "--chunked-prefill-size", "16"], None),
     "bidirectional": ("ddtree", {}, 24, [], None),
-    "causal, shallow, narrow": ("jetflow", {}, 12, ["--speculative-num-steps", "4", "--speculative-eagle-topk", "5"], None),
-    "sliding window": ("ddtree", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}, 24, [], None),
+    "causal, shallow, narrow": (
+        "jetflow",
+        {},
+        12,
+        ["--speculative-num-steps", "4", "--speculative-eagle-topk", "5"],
+        None,
+    ),
+    "sliding window": (
+        "ddtree",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12},
+        24,
+        [],
+        None,
+    ),
     "path refresh": ("jetflow", {}, 24, [], '{"path_refresh": true}'),
 }
 
@@ -65,7 +78,9 @@ def recorded(request, tmp_path_factory):
     return target, head, budget, flags, bool(options), rows
 
 
-def reference_tree(target: FrozenTarget, head: ReferenceHead, committed: list[int], budget: int, depth: int, width: int, refresh: bool) -> TokenTree:
+def reference_tree(
+    target: FrozenTarget, head: ReferenceHead, committed: list[int], budget: int, depth: int, width: int, refresh: bool
+) -> TokenTree:
     config = head.config
     tokens = torch.tensor(committed)
     states = target.states(tokens[None, :-1])[0][0]

@@ -30,7 +30,12 @@ TREE_SERVERS = {
     "ddtree-17-page-16-chunked": ("ddtree", 17, ["--page-size", "16", "--chunked-prefill-size", "16"], {}),
     "ddtree-5-short-of-memory": ("ddtree", 5, ["--max-total-tokens", "330"], {}),
     "jetflow-256-page-16-no-radix": ("jetflow", 256, ["--page-size", "16", "--disable-radix-cache"], {}),
-    "jetflow-32-refresh": ("jetflow", 32, ["--speculative-num-steps", "5"], {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'}),
+    "jetflow-32-refresh": (
+        "jetflow",
+        32,
+        ["--speculative-num-steps", "5"],
+        {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'},
+    ),
     "jetflow-24-page-16-short": ("jetflow", 24, ["--page-size", "16", "--max-total-tokens", "512"], {}),
 }
 
@@ -57,20 +62,31 @@ def scenarios() -> dict[str, list[dict]]:
         "end of sequence inside a path": [greedy(ids, 60, ignore_eos=False) for ids in prompts(12, seed=2)],
         "stop tokens": [greedy(ids, 60, stop_token_ids=[3 + i % 4]) for i, ids in enumerate(prompts(8, seed=3))],
         "stop strings": [greedy(ids, 60, stop=[f"w{4 + i % 5}"]) for i, ids in enumerate(prompts(8, seed=4))],
-        "end of the context window": [greedy(ids, CONTEXT - len(ids)) for ids in prompts(3, seed=5, longest=CONTEXT - 30)],
+        "end of the context window": [
+            greedy(ids, CONTEXT - len(ids)) for ids in prompts(3, seed=5, longest=CONTEXT - 30)
+        ],
         "logit bias": [greedy(ids, 30, logit_bias={"5": 3.0, "7": -2.0}) for ids in prompts(4, seed=6)],
         "frequency penalty": [greedy(ids, 40, frequency_penalty=0.7) for ids in prompts(6, seed=7)],
         "presence penalty": [greedy(ids, 40, presence_penalty=1.3) for ids in prompts(6, seed=8)],
         "repetition penalty": [greedy(ids, 40, repetition_penalty=1.4) for ids in prompts(6, seed=9)],
-        "minimum length": [greedy(ids, 60, ignore_eos=False, min_new_tokens=9 + i) for i, ids in enumerate(prompts(8, seed=2))],
+        "minimum length": [
+            greedy(ids, 60, ignore_eos=False, min_new_tokens=9 + i) for i, ids in enumerate(prompts(8, seed=2))
+        ],
         "one penalised request among others": [
-            greedy(ids, 30, **({"frequency_penalty": 0.9} if i == 2 else {})) for i, ids in enumerate(prompts(6, seed=10))
+            greedy(ids, 30, **({"frequency_penalty": 0.9} if i == 2 else {}))
+            for i, ids in enumerate(prompts(6, seed=10))
         ],
         "penalties of long requests, retracted where memory is short": [
             greedy(ids, 90, **params)
             for ids, params in zip(
                 prompts(8, seed=13, longest=40),
-                2 * [{"frequency_penalty": 0.8}, {"presence_penalty": 1.1}, {"repetition_penalty": 1.3}, {"min_new_tokens": 50, "ignore_eos": False}],
+                2
+                * [
+                    {"frequency_penalty": 0.8},
+                    {"presence_penalty": 1.1},
+                    {"repetition_penalty": 1.3},
+                    {"min_new_tokens": 50, "ignore_eos": False},
+                ],
             )
         ],
         "grammar": [greedy(ids, 40, ignore_eos=False, regex="(w2w5|w7w3w4)+w9") for ids in prompts(4, seed=11)],

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 import pytest
+from served import ENVIRONMENT, accept_length, generate, outcome, post, tree_flags
 from sgl_specflow.launch.batch import read_jobs
 from sgl_specflow.launch.get_smollm2 import fetch
-from served import ENVIRONMENT, accept_length, generate, outcome, post, tree_flags
 from sgl_specflow.launch.server import start
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +31,16 @@ def model():
 
 
 def run_server(model, log, *flags):
-    base = ["--model-path", str(model), "--dtype", "float32", "--max-running-requests", "8", "--max-total-tokens", "16384"]
+    base = [
+        "--model-path",
+        str(model),
+        "--dtype",
+        "float32",
+        "--max-running-requests",
+        "8",
+        "--max-total-tokens",
+        "16384",
+    ]
     return start([*base, *flags], log=log, environment={**ENVIRONMENT, "OMP_NUM_THREADS": "2"}, timeout=600)
 
 

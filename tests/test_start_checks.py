@@ -11,9 +11,10 @@ import pytest
 import torch
 from injected import plugin_environment
 from served import VOCABULARY, make_small_head, make_small_target, serve, tree_flags
+from sgl_specflow.launch.server import ServerError
+
 from sgl_specflow.drafter.make import head_config, make_random_head
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.launch.server import ServerError
 from sgl_specflow.runtime import hooks, start_checks
 from sgl_specflow.runtime.settings import Options, TreeSettings
 
@@ -195,7 +196,12 @@ OTHER_HEADS = {
 }
 MLA = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 UNSUPPORTED = {
-    "MLA attention": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_routed_experts": 4, **MLA},
+    "MLA attention": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "n_routed_experts": 4,
+        **MLA,
+    },
     "an encoder": {"architectures": ["BertModel"], "model_type": "bert"},
     "Mamba": {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"},
 }
@@ -226,7 +232,9 @@ def test_one_log_line_says_what_was_resolved(resolved):
     for name, algorithm in (("fine", "jetflow"), ("upper case", "jetspec")):
         error, lines = resolved[name]
         assert error is None
-        assert [line for line in lines if "causal head, budget 8 nodes, depth 7, width 16" in line and algorithm in line]
+        assert [
+            line for line in lines if "causal head, budget 8 nodes, depth 7, width 16" in line and algorithm in line
+        ]
         assert len(lines) == 1
 
 
@@ -272,7 +280,10 @@ def test_a_real_server_stops_with_the_message_last(folder, target, bidirectional
 
 def test_all_hooks_take_hold(target, causal):
     """In SGLang's own process, after its plugins are loaded."""
-    script = "from sglang.srt.plugins import load_plugins; load_plugins(); from sgl_specflow.runtime import hooks; hooks.check_applied(); print(len(hooks.required_hooks()))"
+    script = (
+        "from sglang.srt.plugins import load_plugins; load_plugins(); from sgl_specflow.runtime import hooks; "
+        "hooks.check_applied(); print(len(hooks.required_hooks()))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) >= 5

@@ -33,9 +33,7 @@ def assert_same_as_heap(log_probs, tokens, budget, max_depth=None):
     tree = build_tree(root_token, log_probs, tokens, budget, max_depth)
     for request in range(len(tokens)):
         limit = None if max_depth is None else int(max_depth[request])
-        expected = build_tree_by_heap(
-            request + 7, log_probs[request].tolist(), tokens[request].tolist(), budget, limit
-        )
+        expected = build_tree_by_heap(request + 7, log_probs[request].tolist(), tokens[request].tolist(), budget, limit)
         for field in fields(TokenTree):
             actual = getattr(tree, field.name)[request : request + 1]
             wanted = getattr(expected, field.name)

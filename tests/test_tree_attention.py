@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-
 from sgl_specflow.kernels.tree_attention import (
     TreeAttentionConfig,
     TreeAttentionScratch,
@@ -72,18 +71,50 @@ CASES = [
     Case("soft_cap_split", prefix=(80,), options={"logit_cap": 2.0}, config=small(5)),
     Case("sinks_unsplit", sinks=True, config=small(1)),
     Case("sinks_once_across_pieces", prefix=(80, 3), sinks=True, config=small(9)),
-    Case("sinks_and_nothing_else_in_some_pieces", prefix=(0,), nodes=34, heads=(1, 1), padding=17, sinks=True,
-         config=small(3)),
-    Case("window_by_depth", prefix=(60, 7), nodes=20, heads=(2, 1), shape="chain", options={"sliding_window": 12},
-         config=small(5)),
+    Case(
+        "sinks_and_nothing_else_in_some_pieces",
+        prefix=(0,),
+        nodes=34,
+        heads=(1, 1),
+        padding=17,
+        sinks=True,
+        config=small(3),
+    ),
+    Case(
+        "window_by_depth",
+        prefix=(60, 7),
+        nodes=20,
+        heads=(2, 1),
+        shape="chain",
+        options={"sliding_window": 12},
+        config=small(5),
+    ),
     Case("window_inside_the_tree", prefix=(3,), nodes=24, heads=(2, 1), options={"sliding_window": 2}, config=small(3)),
-    Case("window_with_whole_tiles_inside", prefix=(100,), nodes=9, heads=(1, 1), options={"sliding_window": 70},
-         config=small(2)),
+    Case(
+        "window_with_whole_tiles_inside",
+        prefix=(100,),
+        nodes=9,
+        heads=(1, 1),
+        options={"sliding_window": 70},
+        config=small(2),
+    ),
     Case("window_0", prefix=(20,), nodes=9, shape="chain", options={"sliding_window": 0}, config=small(3)),
-    Case("window_bidirectional", prefix=(30,), nodes=9, shape="bidirectional", options={"sliding_window": 3},
-         config=small(3)),
-    Case("window_sinks_cap", prefix=(44, 2), nodes=11, sinks=True,
-         options={"sliding_window": 20, "logit_cap": 3.0}, config=small(6)),
+    Case(
+        "window_bidirectional",
+        prefix=(30,),
+        nodes=9,
+        shape="bidirectional",
+        options={"sliding_window": 3},
+        config=small(3),
+    ),
+    Case(
+        "window_sinks_cap",
+        prefix=(44, 2),
+        nodes=11,
+        sinks=True,
+        options={"sliding_window": 20, "logit_cap": 3.0},
+        config=small(6),
+    ),
     Case("scales", options={"k_scale": 0.5, "v_scale": 3.0}, config=small(4)),
     Case("fp8_pool", pool_dtype=torch.float8_e4m3fn, options={"k_scale": 0.25, "v_scale": 2.0}, config=small(4)),
     Case("bfloat16", dtype=torch.bfloat16, config=small(4)),
@@ -100,8 +131,16 @@ NAIVE_ONLY = [
 ]
 ON_THE_GPU = [
     *(
-        Case(f"table_{str(dtype)[6:]}_d{dim}_n{nodes}_g{heads[0] // heads[1]}", prefix=(517, 0, 3000), nodes=nodes,
-             heads=heads, head_dim=dim, value_dim=dim, dtype=dtype, padding=nodes // 5)
+        Case(
+            f"table_{str(dtype)[6:]}_d{dim}_n{nodes}_g{heads[0] // heads[1]}",
+            prefix=(517, 0, 3000),
+            nodes=nodes,
+            heads=heads,
+            head_dim=dim,
+            value_dim=dim,
+            dtype=dtype,
+            padding=nodes // 5,
+        )
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for dim, heads in ((64, (9, 3)), (128, (32, 8)), (256, (16, 2)))
         for nodes in (1, 16, 64, 129, 256)
@@ -109,12 +148,37 @@ ON_THE_GPU = [
     Case("long_prefix", prefix=(33001,), nodes=64, heads=(32, 8), head_dim=128, value_dim=128, dtype=torch.bfloat16),
     Case("long_prefix_float32", prefix=(33001,), nodes=64, heads=(8, 2), head_dim=128, value_dim=128),
     Case("many_requests", prefix=tuple(range(0, 900, 23)), nodes=31, heads=(8, 2), dtype=torch.bfloat16),
-    Case("draft_block_window", prefix=(4097, 300), nodes=16, heads=(32, 8), head_dim=128, value_dim=128,
-         dtype=torch.bfloat16, shape="bidirectional", options={"sliding_window": 2048}),
-    Case("sinks_group_8", prefix=(2500, 64), nodes=64, heads=(64, 8), dtype=torch.bfloat16, sinks=True,
-         options={"sliding_window": 128}),
-    Case("fp8_table", prefix=(2500, 64), nodes=64, heads=(32, 8), head_dim=128, value_dim=128, dtype=torch.bfloat16,
-         pool_dtype=torch.float8_e4m3fn, options={"k_scale": 0.25, "v_scale": 2.0}),
+    Case(
+        "draft_block_window",
+        prefix=(4097, 300),
+        nodes=16,
+        heads=(32, 8),
+        head_dim=128,
+        value_dim=128,
+        dtype=torch.bfloat16,
+        shape="bidirectional",
+        options={"sliding_window": 2048},
+    ),
+    Case(
+        "sinks_group_8",
+        prefix=(2500, 64),
+        nodes=64,
+        heads=(64, 8),
+        dtype=torch.bfloat16,
+        sinks=True,
+        options={"sliding_window": 128},
+    ),
+    Case(
+        "fp8_table",
+        prefix=(2500, 64),
+        nodes=64,
+        heads=(32, 8),
+        head_dim=128,
+        value_dim=128,
+        dtype=torch.bfloat16,
+        pool_dtype=torch.float8_e4m3fn,
+        options={"k_scale": 0.25, "v_scale": 2.0},
+    ),
 ]
 
 

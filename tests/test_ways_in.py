@@ -8,7 +8,17 @@ import time
 import urllib.request
 
 import pytest
-from served import BASE_FLAGS, ENVIRONMENT, generate, make_small_head, make_small_target, outcome, post, serve, tree_flags
+from served import (
+    BASE_FLAGS,
+    ENVIRONMENT,
+    generate,
+    make_small_head,
+    make_small_target,
+    outcome,
+    post,
+    serve,
+    tree_flags,
+)
 from sgl_specflow.launch.server import Server, free_port
 from test_serving_greedy import greedy, prompts
 
@@ -38,11 +48,19 @@ def expected(folder, target):
 
 def test_sglang_serve(folder, target, head, expected):
     port = free_port()
-    command = [os.path.join(os.path.dirname(sys.executable), "sglang"), "serve", "--model-path", str(target), *BASE_FLAGS]
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "sglang"),
+        "serve",
+        "--model-path",
+        str(target),
+        *BASE_FLAGS,
+    ]
     command += [*tree_flags("jetflow", head, 16), "--port", str(port)]
     log = folder / "serve.log"
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
+        )
     with Server(f"http://127.0.0.1:{port}", process, log) as server:
         deadline = time.monotonic() + 400
         while True:
@@ -104,7 +122,9 @@ def test_openai_endpoints(folder, target, head):
         status, whole = post(server, "/v1/completions", body)
         assert status == 200 and len(whole["choices"][0]["logprobs"]["tokens"]) == whole["usage"]["completion_tokens"]
         request = urllib.request.Request(
-            server.url + "/v1/completions", json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"}
+            server.url + "/v1/completions",
+            json.dumps(body | {"stream": True}).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             events = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]

@@ -1,6 +1,5 @@
 """Small random models with a tokenizer, made offline. Each is a Hugging Face folder."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -37,8 +36,8 @@ def make_tokenizer(folder: Path, vocab: int) -> None:
     ).save_pretrained(folder)
 
 
-def _save(config, folder, seed: int) -> Path:
-    """Write the model with weights that keep greedy text varied and logits apart."""
+def save_random(config, folder, seed: int, head_scale: float = 4.0) -> Path:
+    """Write a model whose random weights keep greedy text varied; `head_scale` sets how far apart its logits lie."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -48,14 +47,18 @@ def _save(config, folder, seed: int) -> Path:
             if parameter.dim() == 1:
                 parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.zero_()
                 continue
-            # Unit-variance maps; the head is wider so that the best token leads the second by far.
-            scale = 4.0 if name.startswith("lm_head") else 1.5
+            # Unit-variance maps.
+            scale = head_scale if name.startswith("lm_head") else 1.5
             fan_in = 1 if "embed_tokens" in name else parameter.shape[-1]
             parameter.normal_(generator=generator).mul_(scale / fan_in**0.5)
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(folder)
-    make_tokenizer(folder, config.vocab_size)
     return folder
+
+
+def _save(config, folder, seed: int) -> Path:
+    make_tokenizer(save_random(config, folder, seed), config.vocab_size)
+    return Path(folder)
 
 
 def _shape(vocab: int, layers: int, **more) -> dict:

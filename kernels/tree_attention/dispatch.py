@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-
 from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
 from sgl_specflow.kernels.tree_attention.triton_kernel import (
     TreeAttentionConfig,
@@ -66,8 +65,23 @@ def tree_attention(
     does not serve. The Triton kernel allocates by shape alone and does not synchronise, so a CUDA graph may hold it.
     """
     _check_contract(q, k_pool, v_pool, prefix_indptr, node_slots, ancestors, depth, scale, k_scale, sinks, out)
-    arguments = (q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, depth, scale, logit_cap,
-                 sliding_window, sinks, k_scale, v_scale, out)
+    arguments = (
+        q,
+        k_pool,
+        v_pool,
+        prefix_indptr,
+        prefix_slots,
+        node_slots,
+        ancestors,
+        depth,
+        scale,
+        logit_cap,
+        sliding_window,
+        sinks,
+        k_scale,
+        v_scale,
+        out,
+    )
     if implementation is None:
         implementation = "triton" if q.is_cuda else "naive"
     if implementation == "naive":
@@ -117,8 +131,15 @@ def _check_triton(q, k_pool, v_pool, prefix_slots, node_slots, ancestors, depth,
         allowed = (q.dtype, torch.float8_e4m3fn)
         require(pool.dtype in allowed, f"{name} in q's dtype {q.dtype} or float8_e4m3fn, not {pool.dtype}")
         require(pool.shape[2] in TRITON_HEAD_DIMS, f"head dimensions in {TRITON_HEAD_DIMS}, not {pool.shape[2]}")
-    tensors = {"q": q, "k_pool": k_pool, "v_pool": v_pool, "prefix_slots": prefix_slots, "node_slots": node_slots,
-               "ancestors": ancestors, "depth": depth}
+    tensors = {
+        "q": q,
+        "k_pool": k_pool,
+        "v_pool": v_pool,
+        "prefix_slots": prefix_slots,
+        "node_slots": node_slots,
+        "ancestors": ancestors,
+        "depth": depth,
+    }
     if out is not None:
         tensors["out"] = out
     for name, tensor in tensors.items():

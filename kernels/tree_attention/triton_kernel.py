@@ -57,8 +57,14 @@ class TreeAttentionScratch:
     ) -> "TreeAttentionScratch":
         """Buffers that suffice for up to max_requests requests with any of node_counts nodes each."""
         rows = max(
-            work_items(num_requests, select_config(num_requests, nodes, num_heads, num_kv_heads, head_dim, value_dim,
-                                                   dtype, torch.device(device))) * nodes * num_heads
+            work_items(
+                num_requests,
+                select_config(
+                    num_requests, nodes, num_heads, num_kv_heads, head_dim, value_dim, dtype, torch.device(device)
+                ),
+            )
+            * nodes
+            * num_heads
             for num_requests in range(1, max_requests + 1)
             for nodes in node_counts
         )
@@ -432,9 +438,7 @@ def tree_attention_triton(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, value_dim = v_pool.shape[1:]
     if config is None:
-        config = select_config(
-            num_requests, num_nodes, num_heads, num_kv_heads, head_dim, value_dim, q.dtype, q.device
-        )
+        config = select_config(num_requests, num_nodes, num_heads, num_kv_heads, head_dim, value_dim, q.dtype, q.device)
     if out is None:
         out = q.new_empty(q.shape[0], num_heads, value_dim)
     items = work_items(num_requests, config)

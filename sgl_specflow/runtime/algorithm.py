@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sgl_specflow.runtime.names import TREE_ALGORITHMS
 
+
 class TreeAlgorithm(CustomSpecAlgo):
     """One registered name. `draft_block` is set by the worker, before it builds its draft runner."""
 
@@ -52,10 +53,12 @@ class TreeAlgorithm(CustomSpecAlgo):
 
         resolve_server_args(self.name, server_args)
 
+
 def register() -> None:
     """Register every tree algorithm with SGLang."""
     for name in TREE_ALGORITHMS:
         SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=TreeAlgorithm)(_worker_class)
+
 
 def _worker_class(server_args):
     from sgl_specflow.runtime import hooks
@@ -63,4 +66,3 @@ def _worker_class(server_args):
 
     hooks.check_applied()
     return TreeWorker
-

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
 from sglang.srt.runtime_context import get_parallel
 

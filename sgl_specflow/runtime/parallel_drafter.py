@@ -6,7 +6,6 @@ whose attention pattern is given as bits (`TreeInput`).
 """
 
 import torch
-
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import attention_backends, get_exec
@@ -155,7 +154,9 @@ class ParallelDrafter:
             global_num_token_non_padded_cpu=requests * nodes,
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
-        columns = None if nodes == self.settings.budget else _columns(requests, nodes, self.settings.budget, slots.device)
+        columns = (
+            None if nodes == self.settings.budget else _columns(requests, nodes, self.settings.budget, slots.device)
+        )
         plan.bind(forward_batch, self.runner.kv_index_translator, cols=columns)
         with torch.inference_mode(), draft_tp_context(self.layout):
             output = self.runner.forward(forward_batch).logits_output

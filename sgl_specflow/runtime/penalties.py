@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,

@@ -22,13 +22,12 @@ def pack_prefix(req_to_token: torch.Tensor, forward_batch, out=None) -> tuple[to
     if rows.device.type == "cpu":
         slots = [req_to_token[row, :length] for row, length in zip(rows.tolist(), lengths.tolist())]
         return indptr, torch.cat(slots)
-    if out is not None:
-        slots = out.prefix_slots
-    else:
-        # A bound that costs no synchronisation: the host's lengths if it has them, else whole rows.
-        lengths_cpu = forward_batch.seq_lens_cpu
-        bound = int(lengths_cpu.sum()) if lengths_cpu is not None else rows.numel() * req_to_token.shape[1]
-        slots = torch.zeros(bound, dtype=torch.int32, device=rows.device)
+    # Whole rows where there is no buffer: the host's lengths may lag behind the device's, and a copy must not overrun.
+    slots = (
+        torch.empty(rows.numel() * req_to_token.shape[1], dtype=torch.int32, device=rows.device)
+        if out is None
+        else out.prefix_slots
+    )
     from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
 
     create_flashinfer_kv_indices_triton[(rows.numel(), _COPY_BLOCKS)](

@@ -39,7 +39,11 @@ class Options:
             given = json.loads(text)
         except json.JSONDecodeError as error:
             raise _refusal(f"{OPTIONS_VARIABLE}={text!r}, which is no JSON ({error})", allowed) from error
-        if not isinstance(given, dict) or not set(given) <= set(known) or not all(type(v) is bool for v in given.values()):
+        if (
+            not isinstance(given, dict)
+            or not set(given) <= set(known)
+            or not all(type(v) is bool for v in given.values())
+        ):
             raise _refusal(f"{OPTIONS_VARIABLE}={text!r}", allowed)
         return cls(**given)
 
@@ -69,11 +73,19 @@ class TreeSettings:
 
     @classmethod
     def resolve(
-        cls, algorithm: str, head: HeadConfig, budget: int | None, depth: int | None, width: int | None, options: Options
+        cls,
+        algorithm: str,
+        head: HeadConfig,
+        budget: int | None,
+        depth: int | None,
+        width: int | None,
+        options: Options,
     ) -> "TreeSettings":
         """From --speculative-num-draft-tokens, --speculative-num-steps and --speculative-eagle-topk (None: default)."""
         budget = DEFAULT_BUDGET if budget is None else budget
-        _in_range("--speculative-num-draft-tokens", budget, MIN_BUDGET, MAX_BUDGET, "the tree's budget, its root included")
+        _in_range(
+            "--speculative-num-draft-tokens", budget, MIN_BUDGET, MAX_BUDGET, "the tree's budget, its root included"
+        )
         greatest = head.block_size - 1
         depth = greatest if depth is None else depth
         _in_range("--speculative-num-steps", depth, 1, greatest, "depths that this head predicts in one pass")

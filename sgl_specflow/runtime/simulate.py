@@ -5,7 +5,6 @@ it costs at that length. The text is meaningless and no accept length may be rep
 """
 
 import torch
-
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, sample_simulated_acc_len
 
 from sgl_specflow.tree import TokenTree

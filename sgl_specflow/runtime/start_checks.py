@@ -21,8 +21,9 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 # Flags that a tree worker does not serve: (field of ServerArgs, values that are fine, why or what to do instead).
 CONFLICTS = [
-    ("pp_size", (1,), "pipeline parallelism is not supported; use --tp-size"),
-    ("enable_dp_attention", (False, None), "data-parallel attention is not supported; use --tp-size or --dp-size alone"),
+    ("pp_size", (1,), "pipeline parallelism is not supported; use one GPU a server, and --dp-size for more"),
+    ("tp_size", (1,), "tensor parallelism is written but not tested yet; use one GPU a server, and --dp-size for more"),
+    ("enable_dp_attention", (False, None), "data-parallel attention is not supported; use --dp-size alone"),
     ("attn_cp_size", (1, None), "context parallelism is not supported"),
     ("dcp_size", (1, None), "decode context parallelism is not supported"),
     ("disaggregation_mode", ("null", None), "serve prefill and decode from one server"),
@@ -37,10 +38,22 @@ CONFLICTS = [
     ("speculative_adaptive", (False, None), "the budget is fixed at start; leave it out"),
     ("speculative_use_rejection_sampling", (False, None), "acceptance is exact already; leave it out"),
     ("speculative_use_block_verification", (False, None), "acceptance is exact already; leave it out"),
-    ("speculative_accept_threshold_single", (1.0, None), "a threshold below 1 changes the output's distribution; leave it out"),
-    ("speculative_accept_threshold_acc", (1.0, None), "a threshold below 1 changes the output's distribution; leave it out"),
+    (
+        "speculative_accept_threshold_single",
+        (1.0, None),
+        "a threshold below 1 changes the output's distribution; leave it out",
+    ),
+    (
+        "speculative_accept_threshold_acc",
+        (1.0, None),
+        "a threshold below 1 changes the output's distribution; leave it out",
+    ),
     ("speculative_token_map", (None,), "the head uses the target's whole vocabulary; leave it out"),
-    ("speculative_dflash_block_size", (None,), "the block is the head's; use --speculative-num-draft-tokens for the budget"),
+    (
+        "speculative_dflash_block_size",
+        (None,),
+        "the block is the head's; use --speculative-num-draft-tokens for the budget",
+    ),
     ("speculative_draft_window_size", (None,), "the window is the head's; leave it out"),
 ]
 
@@ -160,7 +173,9 @@ def _check_hidden_capture(model, name: str) -> None:
     target_class, _ = ModelRegistry.resolve_model_cls(model.hf_config.architectures)
     if not hasattr(target_class, "set_dflash_layers_to_capture"):
         _refuse_target(
-            name, f"class {target_class.__name__}, which hands out no hidden states", "a class of SGLang with set_dflash_layers_to_capture"
+            name,
+            f"class {target_class.__name__}, which hands out no hidden states",
+            "a class of SGLang with set_dflash_layers_to_capture",
         )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.plugins.hook_registry import HookType
@@ -124,7 +123,9 @@ class TreeVerify:
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         self.tree_base.init_cuda_graph_state(self, max_bs, max_num_tokens)
         width = self.tree_req_to_token.shape[1]
-        self.tree_graph_buffers = TreeMetadata.empty(max_bs, max_num_tokens // max_bs, width, self.tree_req_to_token.device)
+        self.tree_graph_buffers = TreeMetadata.empty(
+            max_bs, max_num_tokens // max_bs, width, self.tree_req_to_token.device
+        )
 
     def get_cuda_graph_seq_len_fill_value(self):
         return 1

@@ -9,7 +9,6 @@ trees of the right width.
 from dataclasses import dataclass
 
 import torch
-
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput

@@ -9,7 +9,6 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -137,5 +136,7 @@ def _grammar_tree(tree: TokenTree) -> GrammarTree:
     same_parent = (tree.parent[:, :, None] == tree.parent[:, None, :]) & (tree.parent[:, :, None] >= 0)
     next_sibling = torch.where(same_parent & (index[None, :] > index[:, None]), index, nodes).amin(2)
     return GrammarTree.from_device(
-        first_child.masked_fill(first_child == nodes, -1), next_sibling.masked_fill(next_sibling == nodes, -1), tree.token
+        first_child.masked_fill(first_child == nodes, -1),
+        next_sibling.masked_fill(next_sibling == nodes, -1),
+        tree.token,
     )

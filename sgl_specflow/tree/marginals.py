@@ -34,8 +34,10 @@ def build_tree(
         ValueError: a shape or dtype is not as above.
     """
     _check_arguments(root_token, log_probs, tokens, budget, max_depth)
-    log_probs, place = log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf).clamp(max=0.0).sort(
-        dim=2, descending=True, stable=True
+    log_probs, place = (
+        log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf)
+        .clamp(max=0.0)
+        .sort(dim=2, descending=True, stable=True)
     )
     tokens = tokens.gather(2, place)
     score, parent_slot, token = _survivors(log_probs, tokens, budget - 1, max_depth)
