@@ -35,6 +35,7 @@ def gdn_tree_verify(
     out: torch.Tensor | None = None,
     *,
     implementation: Literal["cuda", "naive"] | None = None,
+    shape: cuda_kernel.KernelShape | None = None,
 ) -> torch.Tensor:
     """One layer's Gated Delta Net outputs for R requests' N tree nodes (DESIGN.md section 5; docs/gdn.md).
 
@@ -56,6 +57,7 @@ def gdn_tree_verify(
     scale       of q; None: d_k ** -0.5
     out         [R * N, value heads, d_v] of v's dtype, contiguous; written and returned, allocated where None
     implementation  None: "cuda" for CUDA tensors, "naive" for others
+    shape       for the CUDA kernel: another build than the one `cuda_kernel.select_shape` takes
 
     Raises ValueError for inputs that break this contract, UnsupportedGdnTree for those that the CUDA kernel does not
     serve, CudaToolsMissing where it cannot be built. The CUDA kernel compiles at a shape's first call (so call it once
@@ -69,7 +71,7 @@ def gdn_tree_verify(
     if _choose(implementation, q) == "naive":
         return verify_naive(*arguments)
     num_requests, nodes = ancestors.shape[:2]
-    shape = _cuda_shape(nodes, k.shape[2], v.shape[2], state)
+    shape = shape or _cuda_shape(nodes, k.shape[2], v.shape[2], state)
     _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out)
     if num_requests:
         cuda_kernel.launch_verify(shape, cuda_kernel.verify_arguments(*arguments), num_requests, q.device.index)

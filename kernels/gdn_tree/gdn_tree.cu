@@ -601,7 +601,7 @@ __device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from,
 }
 
 // Grid [value heads * SLICES, R].
-extern "C" __global__ void __launch_bounds__(THREADS) gdn_tree_verify(const VerifyArguments in) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const VerifyArguments in) {
     DYNAMIC_SHARED(memory);
     const Shared at(memory);
     const Lane lane;
@@ -702,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gdn_tree_verify(const Veri
 }
 
 // Grid [value heads * SLICES, R, layers]: the accepted path's nodes into the state of `destination`.
-extern "C" __global__ void __launch_bounds__(THREADS) gdn_tree_flush(const FlushArguments in) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_flush(const FlushArguments in) {
     DYNAMIC_SHARED(memory);
     const Lane lane;
     const int head = blockIdx.x / SLICES, request = blockIdx.y, layer = blockIdx.z;
