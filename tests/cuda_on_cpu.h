@@ -221,8 +221,13 @@ void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
             out[lane][i] = as_bits(float(sum));
         }
 }
-inline void shuffle_xor(unsigned (*in)[12], unsigned (*out)[4]) {
-    for (int lane = 0; lane < 32; ++lane) out[lane][0] = in[lane ^ in[lane][1]][0];
+inline void shuffle(unsigned (*in)[12], unsigned (*out)[4]) {
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = in[in[lane][1]][0];
+}
+inline void ballot(unsigned (*in)[12], unsigned (*out)[4]) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= (in[lane][0] ? 1u : 0u) << lane;
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = bits;
 }
 
 }  // namespace on_cpu
@@ -236,20 +241,25 @@ inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
 inline float __expf(float x) { return expf(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
-inline unsigned atomicOr(unsigned* at, unsigned bits) {
-    const unsigned old = *at;
-    *at |= bits;
-    return old;
-}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = uint64_t(y) << 32 | x;
     unsigned out = 0;
     for (int i = 0; i < 4; ++i) out |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return out;
 }
-inline float __shfl_xor_sync(unsigned, float x, int lanes) {
-    return on_cpu::as_float(on_cpu::meet(on_cpu::shuffle_xor, {on_cpu::as_bits(x), unsigned(lanes)})[0]);
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    bits = on_cpu::meet(on_cpu::shuffle, {bits, unsigned(lane)})[0];
+    memcpy(&x, &bits, 4);
+    return x;
 }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int lanes) {
+    return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
+}
+inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
 
 inline void copy_async_16(void* to, const void* from, bool valid) {
     if ((uint64_t(to) | uint64_t(from)) % 16) on_cpu::fail("an asynchronous copy is not aligned to 16 bytes");

@@ -147,17 +147,21 @@ struct Tf32Columns {  // of the right-hand operand: rows 2 pair and 2 pair + 1, 
         low[1] = __float_as_uint(y - from_bits(high[1]));
     }
 };
-__device__ __forceinline__ void mma_3_tf32(float (&c)[4], float4 tile, const Tf32Columns& b) {
-    const float in[4] = {tile.x, tile.z, tile.y, tile.w};
+struct Tf32Tile {  // of the left-hand operand, from its C fragments
     unsigned high[4], low[4];
+    __device__ __forceinline__ void split(float4 tile) {
+        const float in[4] = {tile.x, tile.z, tile.y, tile.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        high[i] = __float_as_uint(in[i]) & 0xffffe000u;
-        low[i] = __float_as_uint(in[i] - from_bits(high[i]));
+        for (int i = 0; i < 4; ++i) {
+            high[i] = __float_as_uint(in[i]) & 0xffffe000u;
+            low[i] = __float_as_uint(in[i] - from_bits(high[i]));
+        }
     }
-    mma_tf32(c, low, b.high[0], b.high[1]);
-    mma_tf32(c, high, b.low[0], b.low[1]);
-    mma_tf32(c, high, b.high[0], b.high[1]);
+};
+__device__ __forceinline__ void mma_term(float (&c)[4], const Tf32Tile& a, const Tf32Columns& b, int term) {
+    if (term == 0) mma_tf32(c, a.low, b.high[0], b.high[1]);
+    if (term == 1) mma_tf32(c, a.high, b.low[0], b.low[1]);
+    if (term == 2) mma_tf32(c, a.high, b.high[0], b.high[1]);
 }
 
 // 16-byte pieces of a row are stored in an order that depends on the row: ldmatrix then has no bank conflict.
@@ -205,17 +209,34 @@ __device__ __forceinline__ void store_state(StateColumns& s, const State& state,
         }
 }
 
-// Adds the first `length` nodes of the row's accepted path to a warp's columns. All threads of the block call it.
-__device__ __forceinline__ void commit_path(StateColumns& s, const Stash& stash, const Heads& heads, int layer, int row,
-                                            int length, int head, int column, bf16* path_k, const Lane& at) {
-    const int key_head = head / int(heads.value_heads / heads.key_heads);
-    const int* path = stash.path + row * stash.path_stride;
-    const int64 buffer = stash.parity[row] * stash.rows + row;
+// What a request's row has pending. The path's first 32 nodes are loaded with the rest, a node a lane.
+struct Pending {
+    int row, length, parity, first;
+    const int* path;
+    __device__ __forceinline__ Pending(const Stash& stash, int row, const Lane& at) : row(row), length(0) {
+        if (row < 0) return;
+        length = stash.length[row];
+        parity = stash.parity[row];
+        path = stash.path + row * stash.path_stride;
+        first = at.lane < stash.path_stride ? path[at.lane] : 0;
+    }
+    // The path's j-th node, for all lanes of the warp at once; any node beyond the path's end.
+    __device__ __forceinline__ int node(int j) const {
+        const int node = __shfl_sync(0xffffffffu, first, j & 31);
+        return j < 32 ? (j < length ? node : 0) : path[j < length ? j : 0];
+    }
+};
+
+// Adds the pending path's nodes to a warp's columns. All threads of the block call it.
+__device__ __forceinline__ void commit_path(StateColumns& s, const Pending& pending, const Stash& stash, const Heads& heads,
+                                            int layer, int head, int column, bf16* path_k, const Lane& at) {
+    const int key_head = head / int(heads.value_heads / heads.key_heads), row = pending.row, length = pending.length;
+    const int64 buffer = int64(pending.parity) * stash.rows + row;
     const float* g = stash.g + layer * stash.layer_g + (buffer * heads.value_heads + head) * stash.nodes;
     const bf16* k = stash.k + layer * stash.layer_k + (buffer * heads.key_heads + key_head) * stash.nodes * KEY_DIM;
     const float* u = stash.u + layer * stash.layer_u +
                      (int64(row) * heads.value_heads + head) * stash.nodes * VALUE_DIM + column + at.row;
-    const float last = g[path[length - 1]];
+    const float last = g[pending.node(length - 1)];
     const float decay = __expf(last);
 #pragma unroll
     for (int m = 0; m < K_STEPS; ++m)
@@ -223,16 +244,16 @@ __device__ __forceinline__ void commit_path(StateColumns& s, const Stash& stash,
         for (int i = 0; i < 4; ++i) s[m][i] *= decay;
     for (int start = 0; start < length; start += 16) {
         for (int i = threadIdx.x; i < 16 * ROW_CHUNKS; i += THREADS) {
-            const int j = start + i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
+            const int j = start + i / ROW_CHUNKS, piece = i % ROW_CHUNKS, node = pending.node(j);
             uint4 value = {0, 0, 0, 0};
-            if (j < length) value = *reinterpret_cast<const uint4*>(k + int64(path[j]) * KEY_DIM + piece * 8);
+            if (j < length) value = *reinterpret_cast<const uint4*>(k + int64(node) * KEY_DIM + piece * 8);
             *reinterpret_cast<uint4*>(row_piece(path_k, i / ROW_CHUNKS, piece)) = value;
         }
         float weighted[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int j = start + 2 * at.pair + (i & 1) + (i >> 1) * 8;
-            const int node = path[j < length ? j : 0];
+            const int node = pending.node(j);
             weighted[i] = j < length ? __expf(last - g[node]) * u[int64(node) * VALUE_DIM] : 0.0f;
         }
         unsigned first[3], second[3];
@@ -278,10 +299,12 @@ struct Shared {
     }
 };
 
-// This warp's tile of output rows in the given pass, or -1.
+// This warp's tile of output rows in the given pass, or -1. A tile costs as much as its number: of the groups that share
+// a scheduler (four apart) one takes a light tile and one a heavy one, and the next pass reverses the order.
 __device__ __forceinline__ int output_tile(int pass, int tiles, const Lane& at) {
-    const int group = at.warp / PARTS;
-    const int tile = pass * ROW_GROUPS + (pass & 1 ? ROW_GROUPS - 1 - group : group);
+    const int group = at.warp / PARTS, half = ROW_GROUPS / 2;
+    const int order = group < half ? group : ROW_GROUPS + half - 1 - group;
+    const int tile = pass * ROW_GROUPS + (pass & 1 ? ROW_GROUPS - 1 - order : order);
     return tile < tiles ? tile : -1;
 }
 
@@ -302,26 +325,26 @@ __device__ __forceinline__ void fetch_q(const Shared& to, const VerifyArguments&
 __device__ __forceinline__ void load_nodes(const Shared& to, const VerifyArguments& in, int count, int tiles, int head) {
     const float rate = expf(read_scalar(in.A_log, head, in.A_log_is_bf16));
     const float bias = read_scalar(in.dt_bias, head, in.dt_bias_is_bf16);
-    for (int node = threadIdx.x; node < tiles * 16; node += THREADS) {
+    for (int node = threadIdx.x; node < (tiles * 16 + 31) / 32 * 32; node += THREADS) {
         const bool real = node < count;
         const int64 token = int64(blockIdx.y) * in.nodes + (real ? node : 0);
         const float x = read_scalar(in.a, token * in.a_token + head, true) + bias;
-        const float softplus = x <= 20.0f ? log1pf(expf(x)) : x;
-        to.own_g[node] = real ? -rate * softplus : 0.0f;
         const float b = read_scalar(in.b, token * in.b_token + head, true);
-        to.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
         unsigned seen = 0;
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
-            unsigned bits = 0;
-            if (real && word * 32 <= node) {
-                bits = in.ancestors[token * in.ancestor_words + word];
-                if (node / 32 == word) bits = (bits & ((2u << (node & 31)) - 1)) | (1u << (node & 31));
-            }
-            to.bits[node * WORDS + word] = bits;
+            unsigned bits = real && word * 32 <= node ? in.ancestors[token * in.ancestor_words + word] : 0;
+            if (real && node / 32 == word) bits = (bits & ((2u << (node & 31)) - 1)) | (1u << (node & 31));
             seen |= (bits & 0xffffu ? 1u : 0u) << (2 * word) | (bits >> 16 ? 2u : 0u) << (2 * word);
+            if (node < tiles * 16) to.bits[node * WORDS + word] = bits;
         }
-        atomicOr(to.tiles + node / 16, seen);
+#pragma unroll
+        for (int lanes = 1; lanes < 16; lanes *= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, lanes);
+        if (node >= tiles * 16) continue;
+        if (node % 16 == 0) to.tiles[node / 16] = seen;
+        const float softplus = x <= 20.0f ? log1pf(expf(x)) : x;
+        to.own_g[node] = real ? -rate * softplus : 0.0f;
+        to.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
     }
 }
 
@@ -401,7 +424,11 @@ __device__ __forceinline__ void build_x(const Shared& at, int tiles, const Lane&
     for (int number = total * lane.warp / WARPS; number < total * (lane.warp + 1) / WARPS; ++number) {
         while (first + i + 1 <= number) first += ++i;
         const int j = number - first;
-        if (!has_bits(at, i, j)) continue;
+        if (!has_bits(at, i, j)) {  // its neighbour's bits may have the solve read it
+#pragma unroll
+            for (int n = 0; n < 2; ++n) at.lower[((i * (i - 1) / 2 + j) * 2 + n) * 32 + lane.lane] = {0.0f, 0.0f, 0.0f, 0.0f};
+            continue;
+        }
         if (loaded != i) {
             loaded = i;
 #pragma unroll
@@ -436,7 +463,13 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int tiles, con
         for (int row = 0; row < 16; ++row) {
             float sum = row == column ? 1.0f : 0.0f;
 #pragma unroll
-            for (int j = 0; j < row; ++j) sum -= x[row * 16 + j] * t[j];
+            for (int j = 0; j < row; j += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(x + row * 16 + j);
+                const float coefficients[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    if (j + n < row) sum -= coefficients[n] * t[j + n];
+            }
             t[row] = sum;
         }
         __syncwarp();
@@ -465,13 +498,19 @@ __device__ __forceinline__ void right_hand_side(float (&r)[TILES][4], const Stat
             second[term] = transpose_b16(second[term]);
         }
         state_terms[step] = {first[0], second[0], first[1], second[1]};
+        // Groups of tiles keep several products in flight; a group's rows beyond `tiles` are not used.
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
-            if (i < tiles) {
-                unsigned rows[4];
-                load_rows(rows, at.k, i, step, lane);
+        for (int start = 0; start < TILES; start += 4)
+            if (start < tiles) {
+                unsigned rows[4][4];
 #pragma unroll
-                for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term) mma_bf16(r[i], rows, first[term], second[term]);
+                for (int i = 0; i < 4; ++i)
+                    if (start + i < TILES) load_rows(rows[i], at.k, start + i, step, lane);
+#pragma unroll
+                for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (start + i < TILES) mma_bf16(r[start + i], rows[i], first[term], second[term]);
             }
     }
 #pragma unroll
@@ -490,22 +529,32 @@ __device__ __forceinline__ void right_hand_side(float (&r)[TILES][4], const Stat
 // u_out: column 2 pair of the warp's columns, node 0, in the stash, or null.
 __device__ __forceinline__ void solve(uint4 (&u_terms)[TILES], float (&r)[TILES][4], const Shared& at, int count, int tiles,
                                       float* u_out, const Lane& lane) {
+    const unsigned row_tiles = lane.lane < tiles ? at.tiles[lane.lane] : 0;
 #pragma unroll
     for (int j = 0; j < TILES; ++j)
         if (j < tiles) {
+            const unsigned below = __ballot_sync(0xffffffffu, row_tiles >> j & 1);  // bit i: tile (i, j) has bits
             float parts[2][4] = {};
+            Tf32Tile inverse[2];
+            float x[2][2];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                float x = r[j][n * 2], y = r[j][n * 2 + 1];
-                transpose_f32(x, y);
                 const float* tile = at.inverse + j * 256 + n * 8 + 2 * lane.pair;
                 const float2 top = *reinterpret_cast<const float2*>(tile + lane.row * 16);
                 const float2 bottom = *reinterpret_cast<const float2*>(tile + (lane.row + 8) * 16);
-                mma_3_tf32(parts[n], make_float4(top.x, top.y, bottom.x, bottom.y), Tf32Columns(x, y));
+                inverse[n].split(make_float4(top.x, top.y, bottom.x, bottom.y));
+                x[n][0] = r[j][n * 2];
+                x[n][1] = r[j][n * 2 + 1];
+                transpose_f32(x[n][0], x[n][1]);
             }
+            const Tf32Columns right[2] = {{x[0][0], x[0][1]}, {x[1][0], x[1][1]}};
+#pragma unroll
+            for (int term = 0; term < 3; ++term)
+#pragma unroll
+                for (int n = 0; n < 2; ++n) mma_term(parts[n], inverse[n], right[n], term);
             float u[4];
 #pragma unroll
-            for (int x = 0; x < 4; ++x) u[x] = parts[0][x] + parts[1][x];
+            for (int i = 0; i < 4; ++i) u[i] = parts[0][i] + parts[1][i];
             if (u_out) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -520,13 +569,29 @@ __device__ __forceinline__ void solve(uint4 (&u_terms)[TILES], float (&r)[TILES]
             split_bf16(u[0], u[1], first);
             split_bf16(u[2], u[3], second);
             u_terms[j] = {first[0], second[0], first[1], second[1]};
-            const Tf32Columns upper(u[0], u[1]), under(u[2], u[3]);
+            const Tf32Columns columns[2] = {{u[0], u[1]}, {u[2], u[3]}};
+            // Pairs of rows, and a sum of their own for the second halves, keep several products in flight.
 #pragma unroll
-            for (int i = j + 1; i < TILES; ++i)
-                if (i < tiles && has_bits(at, i, j)) {
-                    const float4* tile = at.lower + (i * (i - 1) / 2 + j) * 64 + lane.lane;
-                    mma_3_tf32(r[i], tile[0], upper);
-                    mma_3_tf32(r[i], tile[32], under);
+            for (int start = j + 1; start < TILES; start += 2)
+                if (below >> start & 3) {
+                    float sums[2][4] = {};
+                    Tf32Tile tiles_of[2][2];
+#pragma unroll
+                    for (int i = start; i < start + 2 && i < TILES; ++i)
+#pragma unroll
+                        for (int n = 0; n < 2; ++n)
+                            tiles_of[i - start][n].split(at.lower[((i * (i - 1) / 2 + j) * 2 + n) * 32 + lane.lane]);
+#pragma unroll
+                    for (int term = 0; term < 3; ++term)
+#pragma unroll
+                        for (int i = start; i < start + 2 && i < TILES; ++i) {
+                            mma_term(r[i], tiles_of[i - start][0], columns[0], term);
+                            mma_term(sums[i - start], tiles_of[i - start][1], columns[1], term);
+                        }
+#pragma unroll
+                    for (int i = start; i < start + 2 && i < TILES; ++i)
+#pragma unroll
+                        for (int x = 0; x < 4; ++x) r[i][x] += sums[i - start][x];
                 }
         }
 }
@@ -544,12 +609,14 @@ __device__ __forceinline__ void write_tile(const VerifyArguments& in, const Shar
             squares[x & 1] += low_half(q[step][x]) * low_half(q[step][x]);
             squares[x & 1] += high_half(q[step][x]) * high_half(q[step][x]);
         }
+        uint4 s[PART_COLUMNS];
 #pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) {
-            const uint4 s = at.s[(step * WARPS + part + n) * 32 + lane.lane];
-            if (!GDN_STATE_BF16) mma_bf16(out[n], q[step], s.z, s.w);
-            mma_bf16(out[n], q[step], s.x, s.y);
-        }
+        for (int n = 0; n < PART_COLUMNS; ++n) s[n] = at.s[(step * WARPS + part + n) * 32 + lane.lane];
+        if (!GDN_STATE_BF16)
+#pragma unroll
+            for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], q[step], s[n].z, s[n].w);
+#pragma unroll
+        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], q[step], s[n].x, s[n].y);
     }
     const float decay[2] = {__expf(at.g[i * 16 + lane.row]), __expf(at.g[i * 16 + lane.row + 8])};
 #pragma unroll
@@ -568,13 +635,15 @@ __device__ __forceinline__ void write_tile(const VerifyArguments& in, const Shar
             high[x] = terms[0];
             low[x] = terms[1];
         }
+        uint4 u[PART_COLUMNS];
 #pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) {
-            const uint4 u = at.u[(j * WARPS + part + n) * 32 + lane.lane];
-            mma_bf16(out[n], low, u.x, u.y);
-            mma_bf16(out[n], high, u.z, u.w);
-            mma_bf16(out[n], high, u.x, u.y);
-        }
+        for (int n = 0; n < PART_COLUMNS; ++n) u[n] = at.u[(j * WARPS + part + n) * 32 + lane.lane];
+#pragma unroll
+        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], low, u[n].x, u[n].y);
+#pragma unroll
+        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], high, u[n].z, u[n].w);
+#pragma unroll
+        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], high, u[n].x, u[n].y);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -610,14 +679,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const V
     const int column = slice * SLICE, warp_column = column + lane.warp * 8;
     const int64 first_token = int64(request) * in.nodes;
 
-    const int slot = in.state.slots[request];
-    int count = in.node_count ? in.node_count[request] : int(in.nodes);
-    count = slot < 0 ? 0 : min(count, int(in.nodes));
-    const int row = in.stash.row ? in.stash.row[request] : -1;
-    write_zeros(in, count, head, column);
-    if (count <= 0) return;
+    const int slot = in.state.slots[request], row = in.stash.row ? in.stash.row[request] : -1;
+    const int count = min(in.node_count ? in.node_count[request] : int(in.nodes), int(in.nodes));
+    write_zeros(in, slot < 0 ? 0 : count, head, column);
+    if (slot < 0 || count <= 0) return;
     const int tiles = (count + 15) / 16;
 
+    // Everything that global memory must deliver is asked for before anything waits.
     for (int i = threadIdx.x; i < tiles * 16 * ROW_CHUNKS; i += THREADS) {
         const int node = i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
         const bool valid = node < count;
@@ -626,7 +694,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const V
     }
     copy_async_commit();
     if (EARLY_Q) fetch_q(at, in, output_tile(0, tiles, lane), count, key_head, lane);
-
+    const Pending pending(in.stash, row, lane);
     StateColumns s;
     const int64 offset = state_offset(in.state, slot, head, warp_column);
     load_state(s, in.state, offset, lane);
@@ -641,12 +709,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const V
                 v[i][half] = *reinterpret_cast<const unsigned*>(in.v + (first_token + node) * in.v_token +
                                                                 head * in.v_head + warp_column + 2 * lane.pair);
         }
-    for (int i = threadIdx.x; i < TILES; i += THREADS) at.tiles[i] = 0;
-    const int pending = row >= 0 ? in.stash.length[row] : 0;
-    __syncthreads();
     load_nodes(at, in, count, tiles, head);
-    if (pending > 0) {
-        commit_path(s, in.stash, in.heads, 0, row, pending, head, warp_column, reinterpret_cast<bf16*>(at.lower), lane);
+    if (pending.length > 0) {
+        commit_path(s, pending, in.stash, in.heads, 0, head, warp_column, reinterpret_cast<bf16*>(at.lower), lane);
         store_state(s, in.state, offset, lane);
     }
     copy_async_wait<EARLY_Q ? 1 : 0>();
@@ -659,7 +724,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const V
     float* u_out = nullptr;
     if (row >= 0) {
         const Stash& stash = in.stash;
-        const int64 buffer = (1 - stash.parity[row]) * stash.rows + row;
+        const int64 buffer = int64(1 - pending.parity) * stash.rows + row;
         u_out = stash.u + (int64(row) * in.heads.value_heads + head) * stash.nodes * VALUE_DIM + warp_column + 2 * lane.pair;
         if (slice == 0)
             for (int node = threadIdx.x; node < count; node += THREADS)
@@ -709,15 +774,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_flush(const Fl
     const int column = blockIdx.x % SLICES * SLICE + lane.warp * 8;
     const int slot = in.state.slots[request], destination = in.destination[request], row = in.stash.row[request];
     if (slot < 0 || destination < 0 || row < 0) return;
-    int length = in.stash.length[row];
-    if (in.length) length = min(length, in.length[request]);
-    if (length <= 0 && slot == destination) return;
+    Pending pending(in.stash, row, lane);
+    if (in.length) pending.length = min(pending.length, in.length[request]);
+    if (pending.length <= 0 && slot == destination) return;
     State state = in.state;
     const int64 bytes = GDN_STATE_BF16 ? 2 : 4;
     state.data = static_cast<unsigned char*>(state.data) + layer * state.layer_stride * bytes;
     StateColumns s;
     load_state(s, state, state_offset(state, slot, head, column), lane);
-    if (length > 0)
-        commit_path(s, in.stash, in.heads, layer, row, length, head, column, reinterpret_cast<bf16*>(memory), lane);
+    if (pending.length > 0)
+        commit_path(s, pending, in.stash, in.heads, layer, head, column, reinterpret_cast<bf16*>(memory), lane);
     store_state(s, state, state_offset(state, destination, head, column), lane);
 }

@@ -26,14 +26,12 @@ __device__ __forceinline__ void copy_async_wait() {
 __device__ __forceinline__ void load_matrix_x4(unsigned (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(shared_address(row))
-                 : "memory");
+                 : "r"(shared_address(row)));
 }
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(shared_address(row))
-                 : "memory");
+                 : "r"(shared_address(row)));
 }
 // The transpose of an 8x8 matrix of 16-bit values held by the warp.
 __device__ __forceinline__ unsigned transpose_b16(unsigned m) {
