@@ -64,17 +64,16 @@ def in_float64(layer):
     "trees, heads, dims, value_slice, limit, options",
     [
         ([("recent", 40)], (1, 2), (128, 128), 64, HOPPER, {}),
+        ([("chain", 40)], (1, 1), (128, 128), 64, HOPPER, {"decay": "one"}),
+        ([("star", 40)], (1, 1), (128, 128), 64, HOPPER, {"decay": "zero"}),
         ([("recent", 33), ("wide", 5), ("chain", 16)], (1, 3), (64, 64), 64, HOPPER, {}),
-        ([("chain", 40)], (1, 1), (128, 128), 32, HOPPER, {"decay": "one"}),
         ([("chain", 40)], (1, 1), (64, 64), 64, HOPPER, {"beta": "one", "repeated_keys": True}),
-        ([("star", 100)], (1, 1), (128, 64), 32, HOPPER, {"decay": "zero"}),
-        ([("comb", 60)], (1, 1), (128, 128), 128, HOPPER, {}),
         ([("recent", 256), ("comb", 130)], (1, 1), (128, 128), 64, HOPPER, {}),
         ([("wide", 208)], (1, 1), (128, 128), 32, AMPERE, {}),
         ([("wide", 1)], (2, 2), (64, 128), 64, HOPPER, {"state_dtype": torch.bfloat16}),
         ([("recent", 70)], (1, 2), (64, 64), 32, HOPPER, {"state_dtype": torch.bfloat16}),
     ],
-    ids=["qwen", "ragged", "no_decay", "repeated_keys", "star", "wide_slice", "256_nodes", "ampere", "one_node", "bf16_state"],
+    ids=["qwen", "no_decay", "star", "ragged", "repeated_keys", "256_nodes", "ampere", "one_node", "bf16_state"],
 )
 def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options):
     """Three steps of verify, accept, commit: the warps run in order, then backwards, to the same bits."""
@@ -118,7 +117,7 @@ def check_flush(shape, layer, exact, tolerance):
 
 @needs_compiler
 def test_flush_then_verify_gives_the_bits_of_verify():
-    trees, shape = [parents("recent", 24)], KernelShape(2, 64, 64, 32, False, HOPPER)
+    trees, shape = [parents("recent", 40)], KernelShape(3, 64, 64, 64, False, HOPPER)
     flushed, fused = (make_layer(2, trees, 1, 2, 64) for _ in range(2))
     for each in (flushed, fused):
         gdn_on_cpu.verify_on_cpu(shape, each, 0.125)
