@@ -140,14 +140,14 @@ def check_on_gpu(trees, heads, dims, steps=3, **options):
         gdn_tree_verify(*layer.arguments(), out=out)
         expected = gdn_tree_verify(*exact.arguments(), implementation="naive")
         assert relative_error(out, expected) < (1e-2 if bf16 else 2e-3)
-        assert relative_error(layer.state, exact.state) < (1e-2 if bf16 else 2e-6)
+        assert relative_error(layer.state, exact.state) < (1e-2 if bf16 else 5e-6)
         for each in (layer, exact):
             accept_leaf(each, step)
             each.new_nodes(20 + step)
         exact.q, exact.k, exact.v, exact.a, exact.b = (x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b))
     flush(layer)
     flush(exact, implementation="naive")
-    assert relative_error(layer.state, exact.state) < (1e-2 if bf16 else 2e-6)
+    assert relative_error(layer.state, exact.state) < (1e-2 if bf16 else 5e-6)
 
 
 @gpu

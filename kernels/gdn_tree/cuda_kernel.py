@@ -42,7 +42,8 @@ class KernelShape:
         keys = nodes * self.key_dim * 2
         solve = max(self.tiles * (self.tiles + 1) // 2 * 1024, self.path_bytes)
         output = (self.tiles + self.key_dim // 16) * self.warps * 512
-        queries = self.warps * 16 * self.key_dim * 2
+        parts = next(parts for parts in (8, 4, 2, 1) if self.tiles * parts <= self.warps or parts == 1)
+        queries = self.warps // parts * 16 * self.key_dim * 2
         vectors = nodes * 16 + nodes * (-(-nodes // 32)) * 4 + self.tiles * 4
         early = keys + max(solve, output) + queries + vectors
         return early if early <= self.shared_limit else keys + max(solve, output + queries) + vectors
@@ -80,7 +81,7 @@ class _Stash(ctypes.Structure):
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("key_heads", "value_heads")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("key_heads", "value_heads", "group")]
 
 
 class _State(ctypes.Structure):
@@ -122,6 +123,10 @@ def _stash_fields(stash: TreeStash | None, rows: torch.Tensor | None, pending: P
     )
 
 
+def _heads(key_heads: int, value_heads: int) -> _Heads:
+    return _Heads(key_heads, value_heads, value_heads // key_heads)
+
+
 def verify_arguments(
     q, k, v, a, b, A_log, dt_bias, state, slots, ancestors, node_count, stash, rows, pending, scale, out
 ) -> VerifyArguments:
@@ -130,7 +135,7 @@ def verify_arguments(
         *map(_address, (q, k, v, a, b, A_log, dt_bias, ancestors, node_count, out)),
         _State(_address(state), _address(slots), state.stride(0), 0),
         _stash_fields(stash, rows, pending),
-        _Heads(k.shape[1], v.shape[1]),
+        _heads(k.shape[1], v.shape[1]),
         ancestors.shape[1], ancestors.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         a.stride(0), b.stride(0), int(A_log.dtype == torch.bfloat16), int(dt_bias.dtype == torch.bfloat16), scale,
     )
@@ -140,7 +145,7 @@ def flush_arguments(state, slots, destination, stash, rows, pending, length) -> 
     return FlushArguments(
         _State(_address(state), _address(slots), state.stride(1), state.stride(0)),
         _stash_fields(stash, rows, pending),
-        _Heads(stash.k.shape[-3], stash.u.shape[-3]), _address(destination), _address(length),
+        _heads(stash.k.shape[-3], stash.u.shape[-3]), _address(destination), _address(length),
     )
 
 

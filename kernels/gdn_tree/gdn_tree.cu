@@ -39,13 +39,14 @@ constexpr int PARTS = TILES * 8 <= WARPS ? 8 : TILES * 4 <= WARPS ? 4 : TILES * 
 constexpr int PART_COLUMNS = WARPS / PARTS;  // column tiles of 8
 constexpr int ROW_GROUPS = WARPS / PARTS;
 constexpr int PASSES = (TILES + ROW_GROUPS - 1) / ROW_GROUPS;
+static_assert(PARTS == 1 || PASSES == 1, "warps that share a tile of q take one pass");
 
 constexpr int K_BYTES = NODES * KEY_DIM * 2;
 constexpr int LOWER_BYTES = TILES * (TILES - 1) / 2 * 1024;  // X below the diagonal, float32, negated
 constexpr int X_BYTES = LOWER_BYTES + TILES * 1024;          // and (I + X)^-1 of the diagonal tiles
 constexpr int U_BYTES = TILES * WARPS * 512;
 constexpr int S_BYTES = K_STEPS * WARPS * 512;
-constexpr int Q_BYTES = WARPS * 16 * KEY_DIM * 2;
+constexpr int Q_BYTES = ROW_GROUPS * 16 * KEY_DIM * 2;
 constexpr int PATH_BYTES = 16 * KEY_DIM * 2;
 constexpr int VECTOR_BYTES = NODES * 4 * 4 + NODES * WORDS * 4 + TILES * 4;
 constexpr int SOLVE_BYTES = X_BYTES > PATH_BYTES ? X_BYTES : PATH_BYTES;
@@ -58,6 +59,8 @@ constexpr int LATE_BYTES = K_BYTES + LATE_AREA_BYTES + VECTOR_BYTES;
 constexpr bool EARLY_Q = EARLY_BYTES <= GDN_SHARED_LIMIT;  // q has memory of its own, or takes X's after the solve
 constexpr int SHARED_BYTES = EARLY_Q ? EARLY_BYTES : LATE_BYTES;
 static_assert(SHARED_BYTES == GDN_SHARED_BYTES, "dispatch.py computes another amount of shared memory");
+// Blocks that a multiprocessor holds: two where memory and, without spills, registers allow it.
+constexpr int BLOCKS = TILES <= 4 && THREADS <= 256 && 2 * (SHARED_BYTES + 1024) <= GDN_SHARED_LIMIT + 1024 ? 2 : 1;
 static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0, "unsupported head dimensions");
 
 struct Stash {
@@ -73,7 +76,7 @@ struct Stash {
 };
 
 struct Heads {
-    int64 key_heads, value_heads;
+    int64 key_heads, value_heads, group;  // group: value heads of a key head
 };
 
 struct State {
@@ -230,7 +233,7 @@ struct Pending {
 // Adds the pending path's nodes to a warp's columns. All threads of the block call it.
 __device__ __forceinline__ void commit_path(StateColumns& s, const Pending& pending, const Stash& stash, const Heads& heads,
                                             int layer, int head, int column, bf16* path_k, const Lane& at) {
-    const int key_head = head / int(heads.value_heads / heads.key_heads), row = pending.row, length = pending.length;
+    const int key_head = head / int(heads.group), row = pending.row, length = pending.length;
     const int64 buffer = int64(pending.parity) * stash.rows + row;
     const float* g = stash.g + layer * stash.layer_g + (buffer * heads.value_heads + head) * stash.nodes;
     const bf16* k = stash.k + layer * stash.layer_k + (buffer * heads.key_heads + key_head) * stash.nodes * KEY_DIM;
@@ -279,7 +282,7 @@ struct Shared {
     float* inverse; // [TILES][16][16]
     uint4* u;       // B fragments of U: [tile][column tile][lane], two bfloat16 terms
     uint4* s;       // B fragments of S: [step][column tile][lane], two bfloat16 terms
-    bf16* q;        // [WARPS][16][KEY_DIM], pieces permuted
+    bf16* q;        // [ROW_GROUPS][16][KEY_DIM], pieces permuted
     float *own_g, *g, *beta, *norm;
     unsigned *bits, *tiles;
     __device__ Shared(unsigned char* base) {
@@ -311,11 +314,11 @@ __device__ __forceinline__ int output_tile(int pass, int tiles, const Lane& at) 
 __device__ __forceinline__ void fetch_q(const Shared& to, const VerifyArguments& in, int tile, int count, int key_head,
                                         const Lane& at) {
     if (tile >= 0)
-        for (int i = at.lane; i < 16 * ROW_CHUNKS; i += 32) {
+        for (int i = at.warp % PARTS * 32 + at.lane; i < 16 * ROW_CHUNKS; i += 32 * PARTS) {
             const int row = i / ROW_CHUNKS, piece = i % ROW_CHUNKS, node = tile * 16 + row;
             const bool valid = node < count;
             const int64 token = int64(blockIdx.y) * in.nodes + (valid ? node : 0);
-            copy_async_16(row_piece(to.q + at.warp * 16 * KEY_DIM, row, piece),
+            copy_async_16(row_piece(to.q + at.warp / PARTS * 16 * KEY_DIM, row, piece),
                           in.q + token * in.q_token + key_head * in.q_head + piece * 8, valid);
         }
     copy_async_commit();
@@ -623,8 +626,8 @@ __device__ __forceinline__ void write_tile(const VerifyArguments& in, const Shar
     for (int n = 0; n < PART_COLUMNS; ++n)
 #pragma unroll
         for (int x = 0; x < 4; ++x) out[n][x] *= decay[x >> 1];
-    for (int j = 0; j <= i; ++j) {
-        if (!has_bits(at, i, j)) continue;
+    for (unsigned left = at.tiles[i]; left; left &= left - 1) {
+        const int j = __ffs(left) - 1;
         float c[2][4];
         decayed_product<false>(c, q, at, i, j, lane);
         unsigned high[4], low[4];
@@ -670,12 +673,12 @@ __device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from,
 }
 
 // Grid [value heads * SLICES, R].
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const VerifyArguments in) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(const VerifyArguments in) {
     DYNAMIC_SHARED(memory);
     const Shared at(memory);
     const Lane lane;
     const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, request = blockIdx.y;
-    const int group = int(in.heads.value_heads / in.heads.key_heads), key_head = head / group;
+    const int group = int(in.heads.group), key_head = head / group;
     const int column = slice * SLICE, warp_column = column + lane.warp * 8;
     const int64 first_token = int64(request) * in.nodes;
 
@@ -751,18 +754,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_verify(const V
         if (i < tiles) at.u[(i * WARPS + lane.warp) * 32 + lane.lane] = u_terms[i];
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) at.s[(step * WARPS + lane.warp) * 32 + lane.lane] = state_terms[step];
+    copy_async_wait<0>();
     __syncthreads();
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; ++pass) {
         const int tile = output_tile(pass, tiles, lane);
-        copy_async_wait<0>();
-        __syncwarp();
         unsigned q[K_STEPS][4];
 #pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) load_rows(q[step], at.q + lane.warp * 16 * KEY_DIM, 0, step, lane);
-        __syncwarp();
+        for (int step = 0; step < K_STEPS; ++step) load_rows(q[step], at.q + lane.warp / PARTS * 16 * KEY_DIM, 0, step, lane);
+        __syncwarp();  // with several passes a warp has its q to itself
         if (pass + 1 < PASSES) fetch_q(at, in, output_tile(pass + 1, tiles, lane), count, key_head, lane);
         if (tile >= 0) write_tile(in, at, q, tile, count, head, column, lane);
+        copy_async_wait<0>();
+        __syncwarp();
     }
 }
 
