@@ -1,6 +1,6 @@
 """Time and check the fused Gated Delta Net tree verify against SGLang's recurrent one, on one GPU.
 
-    python -m sgl_specflow.eval.gdn --out eval/results/gdn_verify_h200.json
+    python -m sgl_specflow.eval gdn --out eval/results/gdn_verify_h200.json
 
 One CUDA graph holds a call for each of several layers' inputs, which together exceed the L2 cache; a figure is the median
 replay time over the number of calls. Ours commits a pending path of 8 nodes in each call; the recurrent kernel's commit
@@ -9,20 +9,15 @@ commit.
 """
 
 import argparse
-import datetime
 import functools
 import json
-import platform
 import random
-import shlex
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import triton
 
+from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.tree_attention import microseconds
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape, shared_limit
@@ -238,24 +233,6 @@ def drift(heads: Heads, nodes: int, steps: int) -> dict:
     return {"steps": steps, "nodes": nodes, "rel_error_state": worst}
 
 
-def describe(commit: str | None, with_recurrent: bool) -> dict:
-    if commit is None:
-        here = Path(__file__).resolve().parent
-        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    if with_recurrent:
-        import sglang
-
-        versions["sglang"] = sglang.__version__
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
-        "commit": commit or "unknown",
-        "command": shlex.join([Path(sys.executable).name, "-m", "sgl_specflow.eval.gdn", *sys.argv[1:]]),
-    }
-
-
 COLUMNS = ("requests", "nodes", "state_dtype", "recurrent_us", "fused_us", "ratio", "rel_error_out", "recurrent_rel_error_out",
            "rel_error_state", "recurrent_rel_error_state", "extra_mb")
 
@@ -267,7 +244,7 @@ def print_row(row: dict) -> None:
     print(" ".join(f"{cell(row.get(name)):>{len(name)}}" for name in COLUMNS), flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only-ours", action="store_true", help="skip SGLang's kernel (where sglang is missing)")
@@ -277,12 +254,12 @@ def main() -> None:
     parser.add_argument("--slice", type=int, help="value columns of a block: 32, 64 or 128 (default: the library's choice)")
     parser.add_argument("--no-drift", action="store_true", help="skip the 2,000 steps")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments)
     heads = Heads(*map(int, arguments.heads.split(",")))
     state_dtype = getattr(torch, arguments.state_dtype)
     shapes = [tuple(map(int, x.split("x"))) for x in arguments.shapes.split(",")] if arguments.shapes else SHAPES
     with_recurrent = not arguments.only_ours
-    meta = describe(arguments.commit, with_recurrent)
+    meta = describe(arguments.commit)
     rows = []
     print(" ".join(COLUMNS))
     for requests, nodes in shapes:
