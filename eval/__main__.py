@@ -4,6 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "gdn": "Gated Delta Net tree verify against SGLang's recurrent one, on a GPU",
     "lossless": "greedy tree decoding against plain decoding, token for token",
     "tree_attention": "tree attention against SGLang's tree verify, on a GPU",
 }

@@ -1,0 +1,192 @@
+"""Builds and launches gdn_tree.cu: its compile-time shape, its argument structures, its two entries."""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sgl_specflow.kernels.gdn_tree.nvrtc import LoadedKernels, compile_cubin
+from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
+
+SOURCE = Path(__file__).with_name("gdn_tree.cu")
+HEADER = Path(__file__).with_name("intrinsics.cuh")
+TILE = 16
+MAX_NODES = 256
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What the source is compiled for."""
+
+    tiles: int  # of 16 nodes
+    key_dim: int
+    value_dim: int
+    value_slice: int  # value columns of a block, 8 a warp
+    state_bf16: bool
+    shared_limit: int  # bytes a block of the device may use
+
+    @property
+    def warps(self) -> int:
+        return self.value_slice // 8
+
+    @property
+    def slices(self) -> int:
+        return self.value_dim // self.value_slice
+
+    @property
+    def shared_bytes(self) -> int:
+        """SHARED_BYTES of gdn_tree.cu, which checks that both agree."""
+        nodes = self.tiles * TILE
+        keys = nodes * self.key_dim * 2
+        solve = max(self.tiles * (self.tiles + 1) // 2 * 1024, self.path_bytes)
+        output = (self.tiles + self.key_dim // 16) * self.warps * 512
+        parts = next(parts for parts in (8, 4, 2, 1) if self.tiles * parts <= self.warps or parts == 1)
+        queries = self.warps // parts * 16 * self.key_dim * 2
+        vectors = nodes * 16 + nodes * (-(-nodes // 32)) * 4 + self.tiles * 4
+        early = keys + max(solve, output) + queries + vectors
+        return early if early <= self.shared_limit else keys + max(solve, output + queries) + vectors
+
+    @property
+    def path_bytes(self) -> int:
+        return 16 * self.key_dim * 2
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes <= self.shared_limit
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "GDN_TILES": self.tiles, "GDN_KEY_DIM": self.key_dim, "GDN_VALUE_DIM": self.value_dim,
+            "GDN_SLICE": self.value_slice, "GDN_STATE_BF16": int(self.state_bf16),
+            "GDN_SHARED_LIMIT": self.shared_limit, "GDN_SHARED_BYTES": self.shared_bytes,
+        }
+
+
+def select_shape(nodes: int, key_dim: int, value_dim: int, state_bf16: bool, shared_limit: int) -> KernelShape | None:
+    """The shape for `nodes`: slices of 64 columns (two blocks a head fill the chip at one request), 32 where that does
+    not fit. None where nothing fits."""
+    for value_slice in (64, 32):
+        shape = KernelShape(-(-nodes // TILE), key_dim, value_dim, value_slice, state_bf16, shared_limit)
+        if shape.fits:
+            return shape
+    return None
+
+
+class _Stash(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in (
+        "u", "k", "g", "row", "parity", "length", "path", "rows", "nodes", "path_stride", "layer_u", "layer_k", "layer_g",
+    )]
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("key_heads", "value_heads", "group")]
+
+
+class _State(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("data", "slots", "slot_stride", "layer_stride")]
+
+
+class VerifyArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "q", "k", "v", "a", "b", "A_log", "dt_bias", "ancestors", "node_count", "out",
+        )),
+        ("state", _State), ("stash", _Stash), ("heads", _Heads),
+        *((name, ctypes.c_int64) for name in (
+            "nodes", "ancestor_words", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token",
+            "A_log_is_bf16", "dt_bias_is_bf16",
+        )),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class FlushArguments(ctypes.Structure):
+    _fields_ = [
+        ("state", _State), ("stash", _Stash), ("heads", _Heads), ("destination", ctypes.c_int64), ("length", ctypes.c_int64),
+    ]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _stash_fields(stash: TreeStash | None, rows: torch.Tensor | None, pending: PendingPaths | None) -> _Stash:
+    if stash is None:
+        return _Stash()
+    per_layer = (x.stride(0) if stash.u.dim() == 5 else 0 for x in (stash.u, stash.k, stash.g))
+    return _Stash(
+        _address(stash.u), _address(stash.k), _address(stash.g), _address(rows), _address(pending.parity),
+        _address(pending.length), _address(pending.path), stash.u.shape[-4], stash.u.shape[-2], pending.path.stride(0),
+        *per_layer,
+    )
+
+
+def _heads(key_heads: int, value_heads: int) -> _Heads:
+    return _Heads(key_heads, value_heads, value_heads // key_heads)
+
+
+def verify_arguments(
+    q, k, v, a, b, A_log, dt_bias, state, slots, ancestors, node_count, stash, rows, pending, scale, out
+) -> VerifyArguments:
+    """Keeps no reference to the tensors: they must outlive the launch."""
+    return VerifyArguments(
+        *map(_address, (q, k, v, a, b, A_log, dt_bias, ancestors, node_count, out)),
+        _State(_address(state), _address(slots), state.stride(0), 0),
+        _stash_fields(stash, rows, pending),
+        _heads(k.shape[1], v.shape[1]),
+        ancestors.shape[1], ancestors.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        a.stride(0), b.stride(0), int(A_log.dtype == torch.bfloat16), int(dt_bias.dtype == torch.bfloat16), scale,
+    )
+
+
+def flush_arguments(state, slots, destination, stash, rows, pending, length) -> FlushArguments:
+    return FlushArguments(
+        _State(_address(state), _address(slots), state.stride(1), state.stride(0)),
+        _stash_fields(stash, rows, pending),
+        _heads(stash.k.shape[-3], stash.u.shape[-3]), _address(destination), _address(length),
+    )
+
+
+def verify_grid(shape: KernelShape, value_heads: int, requests: int) -> tuple[int, int, int]:
+    return shape.slices * value_heads, requests, 1
+
+
+@functools.cache
+def shared_limit(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def architecture(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def load(shape: KernelShape, device: int) -> LoadedKernels:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the device's context current before the driver loads into it
+        return LoadedKernels(compile_for(shape, architecture(device)))
+
+
+def compile_for(shape: KernelShape, target: str) -> bytes:
+    return compile_cubin("gdn_tree", SOURCE.read_text(), {HEADER.name: HEADER.read_text()}, shape.defines(), target)
+
+
+def launch_verify(shape: KernelShape, arguments: VerifyArguments, requests: int, device: int) -> None:
+    grid = verify_grid(shape, arguments.heads.value_heads, requests)
+    _launch(shape, "gdn_tree_verify", grid, shape.shared_bytes, arguments, device)
+
+
+def launch_flush(shape: KernelShape, arguments: FlushArguments, requests: int, layers: int, device: int) -> None:
+    grid = (shape.slices * arguments.heads.value_heads, requests, layers)
+    _launch(shape, "gdn_tree_flush", grid, shape.path_bytes, arguments, device)
+
+
+def _launch(shape, name, grid, shared_bytes, arguments, device) -> None:
+    with torch.cuda.device(device):
+        load(shape, device).launch(
+            name, grid, shape.warps * 32, shared_bytes, torch.cuda.current_stream().cuda_stream, arguments
+        )

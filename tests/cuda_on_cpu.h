@@ -1,0 +1,302 @@
+// Runs a CUDA kernel on the CPU, block by block: every thread is a fiber, warp-level instructions and barriers are
+// meeting points. It checks that warps do not diverge at one and that shared memory is not overrun; shared memory
+// starts as NaN, asynchronous copies land at the wait, and the order of warps can be reversed to expose races.
+#pragma once
+#define GDN_TREE_ON_CPU
+
+#include <csetjmp>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct Dimensions {
+    int x, y, z;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static Dimensions threadIdx, blockIdx;
+
+namespace on_cpu {
+
+constexpr size_t STACK = 128 << 10;
+enum Status { READY, AT_WARP, AT_BLOCK, DONE };
+struct Copy {
+    void* to;
+    const void* from;
+    bool valid;
+};
+using WarpOperation = void (*)(unsigned (*in)[12], unsigned (*out)[4]);
+struct Fiber {
+    jmp_buf at;
+    ucontext_t start;
+    Status status;
+    WarpOperation operation;
+    std::vector<Copy> open;
+    std::vector<std::vector<Copy>> groups;
+};
+static std::vector<Fiber> fibers;
+static std::vector<char> stacks;
+static std::vector<unsigned char> shared;
+static unsigned inputs[32][32][12], outputs[32][32][4];  // [warp][lane]
+static jmp_buf scheduler;
+static int running;
+static const std::function<void()>* body;
+
+inline void fail(const char* what) {
+    fprintf(stderr, "cuda_on_cpu: %s (block %d %d %d, thread %d)\n", what, blockIdx.x, blockIdx.y, blockIdx.z, running);
+    abort();
+}
+inline void give_way(Status status) {
+    Fiber& self = fibers[running];
+    self.status = status;
+    if (!_setjmp(self.at)) _longjmp(scheduler, 1);
+}
+inline void entry() {
+    (*body)();
+    fibers[running].status = DONE;
+    _longjmp(scheduler, 1);
+}
+inline void resume(int thread) {
+    running = thread;
+    threadIdx = {thread, 0, 0};
+    Fiber& fiber = fibers[thread];
+    if (_setjmp(scheduler)) return;
+    if (fiber.operation == nullptr && fiber.status == READY && fiber.start.uc_stack.ss_sp) {
+        fiber.start.uc_stack.ss_sp = nullptr;
+        setcontext(&fiber.start);
+    }
+    _longjmp(fiber.at, 1);
+}
+inline unsigned* meet(WarpOperation operation, std::initializer_list<unsigned> in) {
+    const int warp = running / 32, lane = running % 32;
+    int i = 0;
+    for (unsigned value : in) inputs[warp][lane][i++] = value;
+    fibers[running].operation = operation;
+    give_way(AT_WARP);
+    return outputs[warp][lane];
+}
+
+inline unsigned char* shared_base() {
+    return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared.data()) + 127) / 128 * 128);
+}
+
+inline void run_block(int threads, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
+    constexpr size_t CANARY = 4096;
+    body = &kernel;
+    shared.assign(shared_bytes + CANARY + 128, 0xff);
+    fibers.resize(threads);
+    stacks.resize(threads * STACK);
+    for (int i = 0; i < threads; ++i) {
+        Fiber& fiber = fibers[i];
+        fiber.status = READY;
+        fiber.operation = nullptr;
+        fiber.open.clear();
+        fiber.groups.clear();
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = stacks.data() + i * STACK;
+        fiber.start.uc_stack.ss_size = STACK;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, entry, 0);
+    }
+    const int warps = threads / 32;
+    for (;;) {
+        int done = 0, at_block = 0;
+        for (int i = 0; i < warps; ++i) {
+            const int warp = reversed ? warps - 1 - i : i;
+            for (;;) {
+                int at_warp = 0;
+                for (int lane = 0; lane < 32; ++lane) {
+                    const int thread = warp * 32 + (reversed ? 31 - lane : lane);
+                    if (fibers[thread].status == READY) resume(thread);
+                    at_warp += fibers[thread].status == AT_WARP;
+                }
+                if (!at_warp) break;
+                running = warp * 32;
+                if (at_warp != 32) fail("lanes diverge at a warp instruction");
+                for (int lane = 1; lane < 32; ++lane)
+                    if (fibers[warp * 32 + lane].operation != fibers[warp * 32].operation)
+                        fail("lanes meet at different warp instructions");
+                if (fibers[warp * 32].operation) fibers[warp * 32].operation(inputs[warp], outputs[warp]);
+                for (int lane = 0; lane < 32; ++lane) fibers[warp * 32 + lane].status = READY;
+            }
+        }
+        for (const Fiber& fiber : fibers) {
+            done += fiber.status == DONE;
+            at_block += fiber.status == AT_BLOCK;
+        }
+        if (done == threads) break;
+        if (at_block != threads) fail("not every thread reaches the barrier");
+        for (Fiber& fiber : fibers) fiber.status = READY;
+    }
+    for (size_t i = 0; i < CANARY; ++i)
+        if (shared_base()[shared_bytes + i] != 0xff) fail("shared memory is overrun");
+}
+
+inline float as_float(unsigned x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline unsigned as_bits(float x) {
+    unsigned y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline unsigned round_bf16(float x) {
+    const unsigned bits = as_bits(x);
+    if (std::isnan(x)) return 0x7fc0;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void* pointer(unsigned low, unsigned high) {
+    return reinterpret_cast<void*>(uint64_t(low) | uint64_t(high) << 32);
+}
+inline float bf16_half(unsigned word, int half) { return as_float(half ? word & 0xffff0000u : word << 16); }
+
+template <bool TRANSPOSED>
+void load_matrices(unsigned (*in)[12], unsigned (*out)[4]) {
+    for (int m = 0; m < 4; ++m) {
+        uint16_t x[8][8];
+        for (int row = 0; row < 8; ++row) {
+            const void* from = pointer(in[m * 8 + row][0], in[m * 8 + row][1]);
+            if (uint64_t(from) % 16) fail("a matrix row is not aligned to 16 bytes");
+            memcpy(x[row], from, 16);
+        }
+        for (int lane = 0; lane < 32; ++lane) {
+            const int row = lane / 4, column = lane % 4 * 2;
+            out[lane][m] = TRANSPOSED ? x[column][row] | unsigned(x[column + 1][row]) << 16
+                                      : x[row][column] | unsigned(x[row][column + 1]) << 16;
+        }
+    }
+}
+inline void transpose_matrix(unsigned (*in)[12], unsigned (*out)[4]) {
+    uint16_t x[8][8];
+    for (int lane = 0; lane < 32; ++lane)
+        for (int half = 0; half < 2; ++half) x[lane / 4][lane % 4 * 2 + half] = in[lane][0] >> 16 * half;
+    for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4, column = lane % 4 * 2;
+        out[lane][0] = x[column][row] | unsigned(x[column + 1][row]) << 16;
+    }
+}
+template <bool TF32>
+void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
+    constexpr int K = TF32 ? 8 : 16;
+    double a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4, pair = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            if (TF32) {
+                a[row + (i & 1) * 8][pair + (i >> 1) * 4] = as_float(in[lane][i] & 0xffffe000u);
+                if (i < 2) b[pair + i * 4][row] = as_float(in[lane][4 + i] & 0xffffe000u);
+            } else {
+                for (int half = 0; half < 2; ++half) {
+                    a[row + (i & 1) * 8][2 * pair + half + (i >> 1) * 8] = bf16_half(in[lane][i], half);
+                    if (i < 2) b[2 * pair + half + i * 8][row] = bf16_half(in[lane][4 + i], half);
+                }
+            }
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + (i >> 1) * 8, column = lane % 4 * 2 + (i & 1);
+            double sum = as_float(in[lane][6 + i]);
+            for (int k = 0; k < K; ++k) sum += a[row][k] * b[k][column];
+            out[lane][i] = as_bits(float(sum));
+        }
+}
+inline void shuffle(unsigned (*in)[12], unsigned (*out)[4]) {
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = in[in[lane][1]][0];
+}
+inline void ballot(unsigned (*in)[12], unsigned (*out)[4]) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= (in[lane][0] ? 1u : 0u) << lane;
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = bits;
+}
+
+}  // namespace on_cpu
+
+#define DYNAMIC_SHARED(name) unsigned char* name = on_cpu::shared_base()
+
+inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
+inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
+inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }
+inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
+inline float __expf(float x) { return expf(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = uint64_t(y) << 32 | x;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) out |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return out;
+}
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    bits = on_cpu::meet(on_cpu::shuffle, {bits, unsigned(lane)})[0];
+    memcpy(&x, &bits, 4);
+    return x;
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int lanes) {
+    return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
+}
+inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
+
+inline void copy_async_16(void* to, const void* from, bool valid) {
+    if ((uint64_t(to) | uint64_t(from)) % 16) on_cpu::fail("an asynchronous copy is not aligned to 16 bytes");
+    on_cpu::fibers[on_cpu::running].open.push_back({to, from, valid});
+}
+inline void copy_async_commit() {
+    on_cpu::Fiber& self = on_cpu::fibers[on_cpu::running];
+    self.groups.push_back(std::move(self.open));
+    self.open.clear();
+}
+template <int PENDING>
+void copy_async_wait() {
+    auto& groups = on_cpu::fibers[on_cpu::running].groups;
+    while (groups.size() > PENDING) {
+        for (const on_cpu::Copy& copy : groups.front())
+            copy.valid ? memcpy(copy.to, copy.from, 16) : memset(copy.to, 0, 16);
+        groups.erase(groups.begin());
+    }
+}
+inline void load_rows_of_four(unsigned (&m)[4], const void* row, on_cpu::WarpOperation operation) {
+    const uint64_t at = reinterpret_cast<uint64_t>(row);
+    memcpy(m, on_cpu::meet(operation, {unsigned(at), unsigned(at >> 32)}), 16);
+}
+inline void load_matrix_x4(unsigned (&m)[4], const void* row) { load_rows_of_four(m, row, on_cpu::load_matrices<false>); }
+inline void load_matrix_x4_transposed(unsigned (&m)[4], const void* row) {
+    load_rows_of_four(m, row, on_cpu::load_matrices<true>);
+}
+inline unsigned transpose_b16(unsigned m) { return on_cpu::meet(on_cpu::transpose_matrix, {m})[0]; }
+inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, on_cpu::WarpOperation operation) {
+    const unsigned* out = on_cpu::meet(operation, {a[0], a[1], a[2], a[3], b0, b1, on_cpu::as_bits(c[0]),
+                                                   on_cpu::as_bits(c[1]), on_cpu::as_bits(c[2]), on_cpu::as_bits(c[3])});
+    memcpy(c, out, 16);
+}
+inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_add(c, a, b0, b1, on_cpu::multiply<false>);
+}
+inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_add(c, a, b0, b1, on_cpu::multiply<true>);
+}
+inline unsigned pack_bf16(float low, float high) { return on_cpu::round_bf16(low) | on_cpu::round_bf16(high) << 16; }

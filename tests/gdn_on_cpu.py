@@ -1,0 +1,47 @@
+"""Runs kernels/gdn_tree/gdn_tree.cu itself on the CPU: g++ builds it against tests/cuda_on_cpu.h."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from sgl_specflow.kernels.gdn_tree import cuda_kernel
+
+TESTS = Path(__file__).resolve().parent
+COMPILER = shutil.which("g++")
+
+
+@functools.cache
+def build(shape: cuda_kernel.KernelShape) -> ctypes.CDLL:
+    library = Path(tempfile.mkdtemp(prefix="gdn_on_cpu_")) / "kernel.so"
+    defines = [f"-D{key}={value}" for key, value in shape.defines().items()]
+    command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing",
+               "-Wno-unknown-pragmas", f"-I{TESTS}", f"-I{cuda_kernel.SOURCE.parent}", *defines,
+               str(TESTS / "gdn_tree_on_cpu.cpp"), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(library))
+
+
+def verify_on_cpu(shape, layer, scale: float, backwards: bool = False) -> torch.Tensor:
+    """Output of the kernel, poisoned before; state and stash of `layer` change as on the GPU."""
+    out = torch.full(layer.v.shape, float("nan"), dtype=torch.bfloat16)
+    arguments = cuda_kernel.verify_arguments(*layer.arguments(), scale, out)
+    requests = layer.ancestors.shape[0]
+    _run(build(shape).verify_on_cpu, arguments, shape.shared_bytes,
+         cuda_kernel.verify_grid(shape, layer.v.shape[1], requests), backwards)
+    return out
+
+
+def flush_on_cpu(shape, state, slots, destination, stash, rows, pending, length, backwards: bool = False) -> None:
+    arguments = cuda_kernel.flush_arguments(state, slots, destination, stash, rows, pending, length)
+    grid = (shape.slices * state.shape[2], len(slots), state.shape[0])
+    _run(build(shape).flush_on_cpu, arguments, shape.path_bytes, grid, backwards)
+
+
+def _run(function, arguments, shared_bytes: int, grid, backwards: bool) -> None:
+    function(ctypes.byref(arguments), ctypes.c_size_t(shared_bytes), (ctypes.c_int * 3)(*grid), int(backwards))

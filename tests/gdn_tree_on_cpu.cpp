@@ -1,0 +1,20 @@
+// kernels/gdn_tree/gdn_tree.cu as a shared library that runs on the CPU.
+#include "cuda_on_cpu.h"
+#include "gdn_tree.cu"
+
+template <class Arguments>
+static void run(void (*kernel)(Arguments), const Arguments& arguments, size_t shared_bytes, const int* grid, int reversed) {
+    for (int z = 0; z < grid[2]; ++z)
+        for (int y = 0; y < grid[1]; ++y)
+            for (int x = 0; x < grid[0]; ++x) {
+                blockIdx = {x, y, z};
+                on_cpu::run_block(THREADS, shared_bytes, reversed, [&] { kernel(arguments); });
+            }
+}
+
+extern "C" void verify_on_cpu(const VerifyArguments* arguments, size_t shared_bytes, const int* grid, int reversed) {
+    run(gdn_tree_verify, *arguments, shared_bytes, grid, reversed);
+}
+extern "C" void flush_on_cpu(const FlushArguments* arguments, size_t shared_bytes, const int* grid, int reversed) {
+    run(gdn_tree_flush, *arguments, shared_bytes, grid, reversed);
+}

@@ -1,0 +1,130 @@
+"""The CUDA kernel's tile algorithm in PyTorch, and the CUDA source itself on the CPU, against float64 references."""
+
+import copy
+
+import pytest
+import torch
+
+import gdn_on_cpu
+from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
+from sgl_specflow.kernels.gdn_tree import TreeStash, gdn_tree_flush, gdn_tree_verify
+from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape
+from sgl_specflow.kernels.gdn_tree.naive import commit_path, gates, inverse_norm, tree_triangular
+from sgl_specflow.kernels.gdn_tree.tiled import commit_tiled, verify_tiled
+from sgl_specflow.tree import unpack_bits
+
+HOPPER, AMPERE = 232448, 166912  # bytes of shared memory a block
+
+
+@pytest.mark.parametrize("nodes", [1, 15, 16, 17, 70])
+@pytest.mark.parametrize("shape", TREE_SHAPES)
+@pytest.mark.parametrize("beta", ["mixed", "one"])
+@pytest.mark.parametrize("repeated_keys", [False, True], ids=["random_keys", "repeated_keys"])
+def test_tiles_are_the_triangular_form(nodes, shape, beta, repeated_keys):
+    layer = make_layer(1, [parents(shape, nodes)], 2, 2, 16, 24, dtype=torch.float64, beta=beta, repeated_keys=repeated_keys)
+    g, beta = gates(layer.a, layer.b, layer.A_log, layer.dt_bias)
+    visible, state, scale = unpack_bits(layer.ancestors[0], nodes), layer.state[0].double(), 0.25
+    k = layer.k * inverse_norm(layer.k)
+    out, u, G = tree_triangular(layer.q * inverse_norm(layer.q) * scale, k, layer.v, g, beta, state, visible)
+    tiled = verify_tiled(layer.q, layer.k, layer.v, g, beta, state, visible, scale)
+    assert relative_error(tiled.out, out) < 1e-10
+    assert relative_error(tiled.u / inverse_norm(layer.k), u) < 1e-10
+    path = visible[-1].nonzero()[:, 0]
+    assert relative_error(commit_tiled(state, layer.k, tiled.u, tiled.G, path), commit_path(state, k, u, G, path)) < 1e-10
+
+
+def test_operand_rounding_of_the_tiles():
+    """float32 with the kernel's bfloat16 terms: U keeps float32's accuracy, O loses far less than its bfloat16 store."""
+    layer = make_layer(1, [parents("recent", 70)], 2, 2, 64, dtype=torch.float32)
+    exact = make_layer(1, [parents("recent", 70)], 2, 2, 64, dtype=torch.float64)
+    visible = unpack_bits(layer.ancestors[0], 70)
+
+    def verify(inputs, split):
+        g, beta = gates(inputs.a, inputs.b, inputs.A_log, inputs.dt_bias)
+        return verify_tiled(inputs.q, inputs.k, inputs.v, g, beta, inputs.state[0].to(g.dtype), visible, 0.125, split)
+
+    expected, rounded = verify(exact, False), verify(layer, True)
+    assert relative_error(rounded.u, expected.u) < 2e-6
+    assert relative_error(rounded.out, expected.out) < 2e-5
+
+
+needs_compiler = pytest.mark.skipif(gdn_on_cpu.COMPILER is None, reason="g++ is missing: it builds the CUDA source for the CPU")
+
+
+def in_float64(layer):
+    exact = copy.deepcopy(layer)
+    for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state"):
+        setattr(exact, name, getattr(layer, name).double())
+    exact.stash = TreeStash(layer.stash.u.double(), layer.stash.k.double(), layer.stash.g.double())
+    return exact
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "trees, heads, dims, value_slice, limit, options",
+    [
+        ([("recent", 40)], (1, 2), (128, 128), 64, HOPPER, {}),
+        ([("chain", 40)], (1, 1), (128, 128), 64, HOPPER, {"decay": "one"}),
+        ([("star", 40)], (1, 1), (128, 128), 64, HOPPER, {"decay": "zero"}),
+        ([("recent", 33), ("wide", 5), ("chain", 16)], (1, 3), (64, 64), 64, HOPPER, {}),
+        ([("chain", 40)], (1, 1), (64, 64), 64, HOPPER, {"beta": "one", "repeated_keys": True}),
+        ([("recent", 256), ("comb", 130)], (1, 1), (128, 128), 64, HOPPER, {}),
+        ([("wide", 208)], (1, 1), (128, 128), 32, AMPERE, {}),
+        ([("wide", 1)], (2, 2), (64, 128), 64, HOPPER, {"state_dtype": torch.bfloat16}),
+        ([("recent", 70)], (1, 2), (64, 64), 32, HOPPER, {"state_dtype": torch.bfloat16}),
+    ],
+    ids=["qwen", "no_decay", "star", "ragged", "repeated_keys", "256_nodes", "ampere", "one_node", "bf16_state"],
+)
+def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options):
+    """Three steps of verify, accept, commit: the warps run in order, then backwards, to the same bits."""
+    layer = make_layer(2, [parents(*tree) for tree in trees], *heads, *dims, **options)
+    state_bf16 = layer.state.dtype == torch.bfloat16
+    shape = KernelShape(-(-layer.ancestors.shape[1] // 16), *dims, value_slice, state_bf16, limit)
+    assert shape.fits
+    scale = dims[0] ** -0.5
+    backwards, exact = copy.deepcopy(layer), in_float64(layer)
+    for step in range(3):
+        out = gdn_on_cpu.verify_on_cpu(shape, layer, scale)
+        assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, backwards, scale, backwards=True), out)
+        expected = gdn_tree_verify(*exact.arguments())
+        # A bfloat16 state is rounded at each commit, and the error that this makes grows with the decay's memory.
+        assert relative_error(out, expected) < (1e-2 if state_bf16 else 2e-3)
+        assert relative_error(layer.state, exact.state) < (1e-2 if state_bf16 else 1e-6)
+        if not state_bf16:
+            assert relative_error(layer.stash.u, exact.stash.u) < 2e-6
+        for each in (layer, backwards, exact):
+            accept_leaf(each, step)
+            each.new_nodes(20 + step)
+        exact.q, exact.k, exact.v, exact.a, exact.b = (x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b))
+    check_flush(shape, layer, exact, 1e-2 if state_bf16 else 1e-6)
+
+
+def check_flush(shape, layer, exact, tolerance):
+    """Two layers, the second shifted: part of the path into slot 0, then all of it in place."""
+    slots, rows = layer.slots, layer.rows
+    state = torch.stack([layer.state, layer.state.flip(0)])
+    stash = TreeStash(*(torch.stack([x, 2 * x]) for x in (layer.stash.u, layer.stash.k)), torch.stack([layer.stash.g] * 2))
+    expected = state.double()
+    exact_stash = TreeStash(stash.u.double(), stash.k.double(), stash.g.double())
+    for length, destination in [
+        (torch.full_like(slots, 3), torch.zeros_like(slots[:1]).repeat(len(slots)) if len(slots) == 1 else slots),
+        (None, slots),
+    ]:
+        gdn_on_cpu.flush_on_cpu(shape, state, slots, destination, stash, rows, layer.pending, length)
+        gdn_tree_flush(expected, slots, exact_stash, rows, layer.pending, length, destination)
+        assert relative_error(state, expected) < tolerance
+
+
+@needs_compiler
+def test_flush_then_verify_gives_the_bits_of_verify():
+    trees, shape = [parents("recent", 40)], KernelShape(3, 64, 64, 64, False, HOPPER)
+    flushed, fused = (make_layer(2, trees, 1, 2, 64) for _ in range(2))
+    for each in (flushed, fused):
+        gdn_on_cpu.verify_on_cpu(shape, each, 0.125)
+        accept_leaf(each, 4)
+        each.new_nodes(5)
+    stash = TreeStash(flushed.stash.u[None], flushed.stash.k[None], flushed.stash.g[None])
+    gdn_on_cpu.flush_on_cpu(shape, flushed.state[None], flushed.slots, flushed.slots, stash, flushed.rows, flushed.pending, None)
+    flushed.pending.clear(flushed.rows.long())
+    assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, flushed, 0.125), gdn_on_cpu.verify_on_cpu(shape, fused, 0.125))
+    assert torch.equal(flushed.state, fused.state)
