@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.tree_attention import microseconds
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape, shared_limit
 from sgl_specflow.kernels.gdn_tree.naive import gates, inverse_norm
+
 from sgl_specflow.tree import ancestor_bits
 
 ROTATED_BYTES = 300e6  # several times the 60 MB of L2
@@ -57,8 +57,21 @@ class Layer:
 
     def verify(self, out: torch.Tensor | None = None, **options) -> torch.Tensor:
         return gdn_tree_verify(
-            self.q, self.k, self.v, self.a, self.b, self.A_log, self.dt_bias, self.state, self.slots, self.ancestors,
-            stash=self.stash, rows=self.rows, pending=self.pending, out=out, **options,
+            self.q,
+            self.k,
+            self.v,
+            self.a,
+            self.b,
+            self.A_log,
+            self.dt_bias,
+            self.state,
+            self.slots,
+            self.ancestors,
+            stash=self.stash,
+            rows=self.rows,
+            pending=self.pending,
+            out=out,
+            **options,
         )
 
     def in_float64(self) -> "Layer":
@@ -83,7 +96,9 @@ def path_to(parent: list[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def make_layer(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, seed: int, device: str = "cuda") -> Layer:
+def make_layer(
+    heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, seed: int, device: str = "cuda"
+) -> Layer:
     generator = torch.Generator(device).manual_seed(seed)
     requests, nodes = len(parents), len(parents[0])
     tokens, keys, values = requests * nodes, heads.key_heads * heads.dim, heads.value_heads * heads.dim
@@ -95,7 +110,11 @@ def make_layer(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype,
     views = projection[:, :keys], projection[:, keys : 2 * keys], projection[:, 2 * keys :]
     q, k, v = (x.unflatten(1, (-1, heads.dim)) for x in views)
     return Layer(
-        q, k, v, gate[:, heads.value_heads :], gate[:, : heads.value_heads],
+        q,
+        k,
+        v,
+        gate[:, heads.value_heads :],
+        gate[:, : heads.value_heads],
         A_log=normal(heads.value_heads) * 0.5 - 1.0,
         dt_bias=normal(heads.value_heads).bfloat16(),
         state=(normal(requests + 1, heads.value_heads, heads.dim, heads.dim) * 0.3).to(state_dtype),
@@ -110,7 +129,9 @@ def make_layer(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype,
 def accept(layer: Layer, paths: list[list[int]]) -> None:
     longest = max(map(len, paths))
     padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=layer.rows.device)
-    layer.pending.record(layer.rows.long(), padded, torch.tensor([len(path) for path in paths], device=layer.rows.device))
+    layer.pending.record(
+        layer.rows.long(), padded, torch.tensor([len(path) for path in paths], device=layer.rows.device)
+    )
 
 
 def flush(layer: Layer) -> None:
@@ -126,16 +147,30 @@ def snapshot_buffer(requests: int, nodes: int, heads: int, dim: int, dtype: torc
 
 def recurrent(layer: Layer, parents: torch.Tensor, snapshots: torch.Tensor) -> torch.Tensor:
     """The call of gdn_triton.py:target_verify (SGLang 0.5.23) with tree links; snapshots receive a state a node."""
-    from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
+    from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
+        fused_sigmoid_gating_delta_rule_update,
+    )
 
     requests, nodes = parents.shape
     return fused_sigmoid_gating_delta_rule_update(
-        A_log=layer.A_log, dt_bias=layer.dt_bias, q=layer.q[None], k=layer.k[None], v=layer.v[None], a=layer.a, b=layer.b,
-        initial_state_source=layer.state, initial_state_indices=layer.slots,
-        cu_seqlens=torch.arange(requests + 1, device="cuda", dtype=torch.int32) * nodes, use_qk_l2norm_in_kernel=True,
-        softplus_beta=1.0, softplus_threshold=20.0, is_kda=False, disable_state_update=True,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        q=layer.q[None],
+        k=layer.k[None],
+        v=layer.v[None],
+        a=layer.a,
+        b=layer.b,
+        initial_state_source=layer.state,
+        initial_state_indices=layer.slots,
+        cu_seqlens=torch.arange(requests + 1, device="cuda", dtype=torch.int32) * nodes,
+        use_qk_l2norm_in_kernel=True,
+        softplus_beta=1.0,
+        softplus_threshold=20.0,
+        is_kda=False,
+        disable_state_update=True,
         intermediate_states_buffer=snapshots,
-        intermediate_state_indices=torch.arange(requests, device="cuda", dtype=torch.int32), cache_steps=nodes,
+        intermediate_state_indices=torch.arange(requests, device="cuda", dtype=torch.int32),
+        cache_steps=nodes,
         retrieve_parent_token=parents,
     )
 
@@ -194,7 +229,10 @@ def measure(heads: Heads, requests: int, nodes: int, state_dtype: torch.dtype, w
     state_bytes = requests * heads.value_heads * heads.dim**2 * state_dtype.itemsize
     layers = max(3, min(48, int(ROTATED_BYTES / (2 * state_bytes))))
     row = {
-        "requests": requests, "nodes": nodes, "key_heads": heads.key_heads, "value_heads": heads.value_heads,
+        "requests": requests,
+        "nodes": nodes,
+        "key_heads": heads.key_heads,
+        "value_heads": heads.value_heads,
         "state_dtype": str(state_dtype).removeprefix("torch."),
         "recurrent_us": time_recurrent(heads, parents, state_dtype, layers) if with_recurrent else None,
         "fused_us": time_ours(heads, parents, state_dtype, layers, **options),
@@ -233,8 +271,19 @@ def drift(heads: Heads, nodes: int, steps: int) -> dict:
     return {"steps": steps, "nodes": nodes, "rel_error_state": worst}
 
 
-COLUMNS = ("requests", "nodes", "state_dtype", "recurrent_us", "fused_us", "ratio", "rel_error_out", "recurrent_rel_error_out",
-           "rel_error_state", "recurrent_rel_error_state", "extra_mb")
+COLUMNS = (
+    "requests",
+    "nodes",
+    "state_dtype",
+    "recurrent_us",
+    "fused_us",
+    "ratio",
+    "rel_error_out",
+    "recurrent_rel_error_out",
+    "rel_error_state",
+    "recurrent_rel_error_state",
+    "extra_mb",
+)
 
 
 def print_row(row: dict) -> None:
@@ -251,7 +300,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heads", default="16,48,128", help="key heads, value heads, dimension (default: Qwen3.6-27B)")
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--shapes", help="requests x nodes, such as 1x64,4x128 (default: a grid)")
-    parser.add_argument("--slice", type=int, help="value columns of a block: 32, 64 or 128 (default: the library's choice)")
+    parser.add_argument(
+        "--slice", type=int, help="value columns of a block: 32, 64 or 128 (default: the library's choice)"
+    )
     parser.add_argument("--no-drift", action="store_true", help="skip the 2,000 steps")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)

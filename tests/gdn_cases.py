@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass
 
 import torch
-
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash
+
 from sgl_specflow.tree import ancestor_bits
 
 TREE_SHAPES = ("chain", "star", "comb", "recent", "wide")
@@ -53,22 +53,54 @@ class Layer:
     pending: PendingPaths
 
     def arguments(self) -> tuple:
-        return (self.q, self.k, self.v, self.a, self.b, self.A_log, self.dt_bias, self.state, self.slots, self.ancestors,
-                self.node_count, self.stash, self.rows, self.pending)
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.a,
+            self.b,
+            self.A_log,
+            self.dt_bias,
+            self.state,
+            self.slots,
+            self.ancestors,
+            self.node_count,
+            self.stash,
+            self.rows,
+            self.pending,
+        )
 
     def new_nodes(self, seed: int) -> None:
         """Other q, k, v, a, b and trees for the next step; states, stash and pending paths stay."""
         other = make_layer(
-            seed, self.parent, self.k.shape[1], self.v.shape[1], self.k.shape[2], self.v.shape[2], dtype=self.q.dtype,
-            state_dtype=self.state.dtype, device=self.q.device,
+            seed,
+            self.parent,
+            self.k.shape[1],
+            self.v.shape[1],
+            self.k.shape[2],
+            self.v.shape[2],
+            dtype=self.q.dtype,
+            state_dtype=self.state.dtype,
+            device=self.q.device,
         )
         self.q, self.k, self.v, self.a, self.b = other.q, other.k, other.v, other.a, other.b
 
 
 def make_layer(
-    seed: int, parent: list[list[int]], key_heads: int, value_heads: int, key_dim: int, value_dim: int | None = None, *,
-    dtype=torch.bfloat16, state_dtype=torch.float32, device="cpu", decay: str = "mixed", beta: str = "mixed",
-    repeated_keys: bool = False, nodes: int | None = None,
+    seed: int,
+    parent: list[list[int]],
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    dtype=torch.bfloat16,
+    state_dtype=torch.float32,
+    device="cpu",
+    decay: str = "mixed",
+    beta: str = "mixed",
+    repeated_keys: bool = False,
+    nodes: int | None = None,
 ) -> Layer:
     """decay: mixed, one (g near 0), zero (g near -20); beta: mixed, one, zero. Rows are in reverse order of requests."""
     value_dim = value_dim or key_dim
@@ -116,7 +148,8 @@ def accept_leaf(layer: Layer, seed: int) -> list[list[int]]:
     longest = max(map(len, paths))
     device = layer.rows.device
     layer.pending.record(
-        layer.rows.long(), torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
+        layer.rows.long(),
+        torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
         torch.tensor([len(path) for path in paths], device=device),
     )
     return paths

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-
 from sgl_specflow.kernels.gdn_tree import cuda_kernel
 
 TESTS = Path(__file__).resolve().parent
@@ -19,9 +18,22 @@ COMPILER = shutil.which("g++")
 def build(shape: cuda_kernel.KernelShape) -> ctypes.CDLL:
     library = Path(tempfile.mkdtemp(prefix="gdn_on_cpu_")) / "kernel.so"
     defines = [f"-D{key}={value}" for key, value in shape.defines().items()]
-    command = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing",
-               "-Wno-unknown-pragmas", f"-I{TESTS}", f"-I{cuda_kernel.SOURCE.parent}", *defines,
-               str(TESTS / "gdn_tree_on_cpu.cpp"), "-o", str(library)]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-U_FORTIFY_SOURCE",
+        "-fno-strict-aliasing",
+        "-Wno-unknown-pragmas",
+        f"-I{TESTS}",
+        f"-I{cuda_kernel.SOURCE.parent}",
+        *defines,
+        str(TESTS / "gdn_tree_on_cpu.cpp"),
+        "-o",
+        str(library),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return ctypes.CDLL(str(library))
@@ -32,8 +44,13 @@ def verify_on_cpu(shape, layer, scale: float, backwards: bool = False) -> torch.
     out = torch.full(layer.v.shape, float("nan"), dtype=torch.bfloat16)
     arguments = cuda_kernel.verify_arguments(*layer.arguments(), scale, out)
     requests = layer.ancestors.shape[0]
-    _run(build(shape).verify_on_cpu, arguments, shape.shared_bytes,
-         cuda_kernel.verify_grid(shape, layer.v.shape[1], requests), backwards)
+    _run(
+        build(shape).verify_on_cpu,
+        arguments,
+        shape.shared_bytes,
+        cuda_kernel.verify_grid(shape, layer.v.shape[1], requests),
+        backwards,
+    )
     return out
 
 

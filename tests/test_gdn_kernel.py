@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 import torch
-
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
 from sgl_specflow.kernels.gdn_tree import (
     CudaCompileError,
@@ -35,9 +34,18 @@ def gpu(test):
 )
 def test_compiles_with_nvcc(target, nodes, dim, state_bf16, tmp_path):
     shape = cuda_kernel.select_shape(nodes, dim, dim, state_bf16, LIMITS[target])
-    command = [NVCC, f"-gencode=arch=compute_{target[3:]},code={target}", "-std=c++17", "-cubin", "-Werror=all-warnings",
-               "-Xptxas=-v", *(f"-D{key}={value}" for key, value in shape.defines().items()), str(cuda_kernel.SOURCE),
-               "-o", str(tmp_path / "kernel.cubin")]
+    command = [
+        NVCC,
+        f"-gencode=arch=compute_{target[3:]},code={target}",
+        "-std=c++17",
+        "-cubin",
+        "-Werror=all-warnings",
+        "-Xptxas=-v",
+        *(f"-D{key}={value}" for key, value in shape.defines().items()),
+        str(cuda_kernel.SOURCE),
+        "-o",
+        str(tmp_path / "kernel.cubin"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     if target == "sm_90a":
@@ -80,8 +88,11 @@ def test_compiled_once_by_nvrtc_and_kept_on_disk(cache, compiler, monkeypatch):
 def test_other_source_headers_defines_or_architecture_compile_anew(cache, compiler):
     source, headers = '#include "h"\n__global__ void f() { int x = X; }', {"h": ""}
     for arguments in [
-        (source, headers, {"X": 1}, "sm_90a"), (source + " ", headers, {"X": 1}, "sm_90a"),
-        (source, {"h": " "}, {"X": 1}, "sm_90a"), (source, headers, {"X": 2}, "sm_90a"), (source, headers, {"X": 1}, "sm_80"),
+        (source, headers, {"X": 1}, "sm_90a"),
+        (source + " ", headers, {"X": 1}, "sm_90a"),
+        (source, {"h": " "}, {"X": 1}, "sm_90a"),
+        (source, headers, {"X": 2}, "sm_90a"),
+        (source, headers, {"X": 1}, "sm_80"),
     ]:
         nvrtc.compile_cubin("f", *arguments)
     assert len(list(cache.iterdir())) == 5
@@ -104,7 +115,11 @@ def test_a_wrong_size_of_shared_memory_does_not_compile(cache, compiler):
     defines = shape.defines() | {"GDN_SHARED_BYTES": shape.shared_bytes + 16}
     with pytest.raises(CudaCompileError, match="another amount of shared memory"):
         nvrtc.compile_cubin(
-            "gdn_tree", cuda_kernel.SOURCE.read_text(), {"intrinsics.cuh": cuda_kernel.HEADER.read_text()}, defines, "sm_90a"
+            "gdn_tree",
+            cuda_kernel.SOURCE.read_text(),
+            {"intrinsics.cuh": cuda_kernel.HEADER.read_text()},
+            defines,
+            "sm_90a",
         )
 
 
@@ -147,7 +162,9 @@ def check_on_gpu(trees, heads, dims, steps=3, **options):
         for each in (layer, exact):
             accept_leaf(each, step)
             each.new_nodes(20 + step)
-        exact.q, exact.k, exact.v, exact.a, exact.b = (x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b))
+        exact.q, exact.k, exact.v, exact.a, exact.b = (
+            x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b)
+        )
     flush(layer)
     flush(exact, implementation="naive")
     assert relative_error(layer.state, exact.state) < (1e-2 if bf16 else 5e-6)
@@ -169,9 +186,16 @@ def test_heads_and_states_on_the_gpu(heads, dim, state_dtype):
 
 
 @gpu
-@pytest.mark.parametrize("options", [
-    {"decay": "one"}, {"decay": "zero"}, {"beta": "one", "repeated_keys": True}, {"beta": "zero"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": "one"},
+        {"decay": "zero"},
+        {"beta": "one", "repeated_keys": True},
+        {"beta": "zero"},
+    ],
+    ids=str,
+)
 def test_extreme_gates_on_the_gpu(options):
     check_on_gpu([parents("chain", 128), parents("recent", 128)], (1, 3), (128, 128), **options)
 
@@ -206,9 +230,15 @@ def test_the_kernel_gives_the_same_bits_each_time():
 
 
 @gpu
-@pytest.mark.parametrize("change, message", [
-    ({"q": torch.float16}, "q in bfloat16"), ({"state": torch.float16}, "a state in"), ({"k": torch.float32}, "k in bfloat16"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": torch.float16}, "q in bfloat16"),
+        ({"state": torch.float16}, "a state in"),
+        ({"k": torch.float32}, "k in bfloat16"),
+    ],
+    ids=str,
+)
 def test_what_the_kernel_does_not_serve_is_named(change, message):
     layer = make_layer(2, [parents("recent", 8)], 1, 1, 64, device="cuda")
     for name, dtype in change.items():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, path_to, relative_error
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.naive import gates, inverse_norm, tree_recurrence
@@ -18,8 +17,15 @@ def recurrence(layer, request, state):
     q, k = (x[at].repeat_interleave(group, dim=1) for x in (layer.q, layer.k))
     g, beta = gates(layer.a[at], layer.b[at], layer.A_log, layer.dt_bias)
     scale = layer.k.shape[2] ** -0.5
-    return tree_recurrence(q * inverse_norm(q) * scale, k * inverse_norm(k), layer.v[at], g, beta, state,
-                           torch.tensor(layer.parent[request]))
+    return tree_recurrence(
+        q * inverse_norm(q) * scale,
+        k * inverse_norm(k),
+        layer.v[at],
+        g,
+        beta,
+        state,
+        torch.tensor(layer.parent[request]),
+    )
 
 
 def float64_layer(parent, *heads, **options):
@@ -108,8 +114,15 @@ def test_flush_of_a_prefix_into_another_slot():
     gdn_tree_verify(*layer.arguments())
     path = path_to(layer.parent[0], 11)
     layer.pending.record(layer.rows.long(), torch.tensor([path]), torch.tensor([12]))
-    gdn_tree_flush(layer.state[None], layer.slots, one_layer(layer.stash), layer.rows, layer.pending,
-                   length=torch.tensor([7], dtype=torch.int32), destination=torch.tensor([spare], dtype=torch.int32))
+    gdn_tree_flush(
+        layer.state[None],
+        layer.slots,
+        one_layer(layer.stash),
+        layer.rows,
+        layer.pending,
+        length=torch.tensor([7], dtype=torch.int32),
+        destination=torch.tensor([spare], dtype=torch.int32),
+    )
     assert relative_error(layer.state[spare], node_states[path[6]]) < TOLERANCE
     assert torch.equal(layer.state[slot], before[slot])
 

@@ -2,15 +2,15 @@
 
 import copy
 
+import gdn_on_cpu
 import pytest
 import torch
-
-import gdn_on_cpu
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
 from sgl_specflow.kernels.gdn_tree import TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape
 from sgl_specflow.kernels.gdn_tree.naive import commit_path, gates, inverse_norm, tree_triangular
 from sgl_specflow.kernels.gdn_tree.tiled import commit_tiled, verify_tiled
+
 from sgl_specflow.tree import unpack_bits
 
 HOPPER, AMPERE = 232448, 166912  # bytes of shared memory a block
@@ -21,7 +21,9 @@ HOPPER, AMPERE = 232448, 166912  # bytes of shared memory a block
 @pytest.mark.parametrize("beta", ["mixed", "one"])
 @pytest.mark.parametrize("repeated_keys", [False, True], ids=["random_keys", "repeated_keys"])
 def test_tiles_are_the_triangular_form(nodes, shape, beta, repeated_keys):
-    layer = make_layer(1, [parents(shape, nodes)], 2, 2, 16, 24, dtype=torch.float64, beta=beta, repeated_keys=repeated_keys)
+    layer = make_layer(
+        1, [parents(shape, nodes)], 2, 2, 16, 24, dtype=torch.float64, beta=beta, repeated_keys=repeated_keys
+    )
     g, beta = gates(layer.a, layer.b, layer.A_log, layer.dt_bias)
     visible, state, scale = unpack_bits(layer.ancestors[0], nodes), layer.state[0].double(), 0.25
     k = layer.k * inverse_norm(layer.k)
@@ -30,7 +32,9 @@ def test_tiles_are_the_triangular_form(nodes, shape, beta, repeated_keys):
     assert relative_error(tiled.out, out) < 1e-10
     assert relative_error(tiled.u / inverse_norm(layer.k), u) < 1e-10
     path = visible[-1].nonzero()[:, 0]
-    assert relative_error(commit_tiled(state, layer.k, tiled.u, tiled.G, path), commit_path(state, k, u, G, path)) < 1e-10
+    assert (
+        relative_error(commit_tiled(state, layer.k, tiled.u, tiled.G, path), commit_path(state, k, u, G, path)) < 1e-10
+    )
 
 
 def test_operand_rounding_of_the_tiles():
@@ -48,7 +52,9 @@ def test_operand_rounding_of_the_tiles():
     assert relative_error(rounded.out, expected.out) < 2e-5
 
 
-needs_compiler = pytest.mark.skipif(gdn_on_cpu.COMPILER is None, reason="g++ is missing: it builds the CUDA source for the CPU")
+needs_compiler = pytest.mark.skipif(
+    gdn_on_cpu.COMPILER is None, reason="g++ is missing: it builds the CUDA source for the CPU"
+)
 
 
 def in_float64(layer):
@@ -95,7 +101,9 @@ def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options)
         for each in (layer, backwards, exact):
             accept_leaf(each, step)
             each.new_nodes(20 + step)
-        exact.q, exact.k, exact.v, exact.a, exact.b = (x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b))
+        exact.q, exact.k, exact.v, exact.a, exact.b = (
+            x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b)
+        )
     check_flush(shape, layer, exact, 1e-2 if state_bf16 else 1e-6)
 
 
@@ -103,7 +111,9 @@ def check_flush(shape, layer, exact, tolerance):
     """Two layers, the second shifted: part of the path into slot 0, then all of it in place."""
     slots, rows = layer.slots, layer.rows
     state = torch.stack([layer.state, layer.state.flip(0)])
-    stash = TreeStash(*(torch.stack([x, 2 * x]) for x in (layer.stash.u, layer.stash.k)), torch.stack([layer.stash.g] * 2))
+    stash = TreeStash(
+        *(torch.stack([x, 2 * x]) for x in (layer.stash.u, layer.stash.k)), torch.stack([layer.stash.g] * 2)
+    )
     expected = state.double()
     exact_stash = TreeStash(stash.u.double(), stash.k.double(), stash.g.double())
     for length, destination in [
@@ -124,7 +134,9 @@ def test_flush_then_verify_gives_the_bits_of_verify():
         accept_leaf(each, 4)
         each.new_nodes(5)
     stash = TreeStash(flushed.stash.u[None], flushed.stash.k[None], flushed.stash.g[None])
-    gdn_on_cpu.flush_on_cpu(shape, flushed.state[None], flushed.slots, flushed.slots, stash, flushed.rows, flushed.pending, None)
+    gdn_on_cpu.flush_on_cpu(
+        shape, flushed.state[None], flushed.slots, flushed.slots, stash, flushed.rows, flushed.pending, None
+    )
     flushed.pending.clear(flushed.rows.long())
     assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, flushed, 0.125), gdn_on_cpu.verify_on_cpu(shape, fused, 0.125))
     assert torch.equal(flushed.state, fused.state)

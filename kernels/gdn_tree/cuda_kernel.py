@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
 from sgl_specflow.kernels.gdn_tree.nvrtc import LoadedKernels, compile_cubin
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
 
@@ -58,9 +57,13 @@ class KernelShape:
 
     def defines(self) -> dict[str, int]:
         return {
-            "GDN_TILES": self.tiles, "GDN_KEY_DIM": self.key_dim, "GDN_VALUE_DIM": self.value_dim,
-            "GDN_SLICE": self.value_slice, "GDN_STATE_BF16": int(self.state_bf16),
-            "GDN_SHARED_LIMIT": self.shared_limit, "GDN_SHARED_BYTES": self.shared_bytes,
+            "GDN_TILES": self.tiles,
+            "GDN_KEY_DIM": self.key_dim,
+            "GDN_VALUE_DIM": self.value_dim,
+            "GDN_SLICE": self.value_slice,
+            "GDN_STATE_BF16": int(self.state_bf16),
+            "GDN_SHARED_LIMIT": self.shared_limit,
+            "GDN_SHARED_BYTES": self.shared_bytes,
         }
 
 
@@ -75,9 +78,24 @@ def select_shape(nodes: int, key_dim: int, value_dim: int, state_bf16: bool, sha
 
 
 class _Stash(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in (
-        "u", "k", "g", "row", "parity", "length", "path", "rows", "nodes", "path_stride", "layer_u", "layer_k", "layer_g",
-    )]
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "u",
+            "k",
+            "g",
+            "row",
+            "parity",
+            "length",
+            "path",
+            "rows",
+            "nodes",
+            "path_stride",
+            "layer_u",
+            "layer_k",
+            "layer_g",
+        )
+    ]
 
 
 class _Heads(ctypes.Structure):
@@ -90,21 +108,52 @@ class _State(ctypes.Structure):
 
 class VerifyArguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "q", "k", "v", "a", "b", "A_log", "dt_bias", "ancestors", "node_count", "out",
-        )),
-        ("state", _State), ("stash", _Stash), ("heads", _Heads),
-        *((name, ctypes.c_int64) for name in (
-            "nodes", "ancestor_words", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "a_token", "b_token",
-            "A_log_is_bf16", "dt_bias_is_bf16",
-        )),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "q",
+                "k",
+                "v",
+                "a",
+                "b",
+                "A_log",
+                "dt_bias",
+                "ancestors",
+                "node_count",
+                "out",
+            )
+        ),
+        ("state", _State),
+        ("stash", _Stash),
+        ("heads", _Heads),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "nodes",
+                "ancestor_words",
+                "q_token",
+                "q_head",
+                "k_token",
+                "k_head",
+                "v_token",
+                "v_head",
+                "a_token",
+                "b_token",
+                "A_log_is_bf16",
+                "dt_bias_is_bf16",
+            )
+        ),
         ("scale", ctypes.c_double),
     ]
 
 
 class FlushArguments(ctypes.Structure):
     _fields_ = [
-        ("state", _State), ("stash", _Stash), ("heads", _Heads), ("destination", ctypes.c_int64), ("length", ctypes.c_int64),
+        ("state", _State),
+        ("stash", _Stash),
+        ("heads", _Heads),
+        ("destination", ctypes.c_int64),
+        ("length", ctypes.c_int64),
     ]
 
 
@@ -117,8 +166,16 @@ def _stash_fields(stash: TreeStash | None, rows: torch.Tensor | None, pending: P
         return _Stash()
     per_layer = (x.stride(0) if stash.u.dim() == 5 else 0 for x in (stash.u, stash.k, stash.g))
     return _Stash(
-        _address(stash.u), _address(stash.k), _address(stash.g), _address(rows), _address(pending.parity),
-        _address(pending.length), _address(pending.path), stash.u.shape[-4], stash.u.shape[-2], pending.path.stride(0),
+        _address(stash.u),
+        _address(stash.k),
+        _address(stash.g),
+        _address(rows),
+        _address(pending.parity),
+        _address(pending.length),
+        _address(pending.path),
+        stash.u.shape[-4],
+        stash.u.shape[-2],
+        pending.path.stride(0),
         *per_layer,
     )
 
@@ -136,8 +193,19 @@ def verify_arguments(
         _State(_address(state), _address(slots), state.stride(0), 0),
         _stash_fields(stash, rows, pending),
         _heads(k.shape[1], v.shape[1]),
-        ancestors.shape[1], ancestors.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        a.stride(0), b.stride(0), int(A_log.dtype == torch.bfloat16), int(dt_bias.dtype == torch.bfloat16), scale,
+        ancestors.shape[1],
+        ancestors.stride(1),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        a.stride(0),
+        b.stride(0),
+        int(A_log.dtype == torch.bfloat16),
+        int(dt_bias.dtype == torch.bfloat16),
+        scale,
     )
 
 
@@ -145,7 +213,9 @@ def flush_arguments(state, slots, destination, stash, rows, pending, length) -> 
     return FlushArguments(
         _State(_address(state), _address(slots), state.stride(1), state.stride(0)),
         _stash_fields(stash, rows, pending),
-        _heads(stash.k.shape[-3], stash.u.shape[-3]), _address(destination), _address(length),
+        _heads(stash.k.shape[-3], stash.u.shape[-3]),
+        _address(destination),
+        _address(length),
     )
 
 

@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-
 from sgl_specflow.kernels.gdn_tree import cuda_kernel
 from sgl_specflow.kernels.gdn_tree.naive import flush_naive, verify_naive
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
@@ -99,11 +98,18 @@ def gdn_tree_flush(
     `pending` is left as it is: after a flush in place the caller clears those rows.
     """
     destination = slots if destination is None else destination
-    _require(state.dim() == 5 and stash.u.dim() == 5 and stash.u.shape[0] == state.shape[0],
-             "state [layers, slots, value heads, d_v, d_k] and a stash with the same layers", state=state, stash_u=stash.u)
+    _require(
+        state.dim() == 5 and stash.u.dim() == 5 and stash.u.shape[0] == state.shape[0],
+        "state [layers, slots, value heads, d_v, d_k] and a stash with the same layers",
+        state=state,
+        stash_u=stash.u,
+    )
     for name, tensor in {"slots": slots, "rows": rows, "destination": destination, "length": length}.items():
-        _require(tensor is None or (tensor.shape == slots.shape and tensor.dtype == torch.int32), f"{name} is [R] int32",
-                 **{name: tensor})
+        _require(
+            tensor is None or (tensor.shape == slots.shape and tensor.dtype == torch.int32),
+            f"{name} is [R] int32",
+            **{name: tensor},
+        )
     if _choose(implementation, state) == "naive":
         return flush_naive(state, slots, destination, stash, rows, pending, length)
     _check_state(state[0])
@@ -129,37 +135,67 @@ def _choose(implementation: str | None, tensor: torch.Tensor) -> str:
 def _require(condition: bool, rule: str, **given: torch.Tensor | None) -> None:
     if not condition:
         shapes = ", ".join(
-            f"{name} {'None' if tensor is None else f'{tuple(tensor.shape)} {tensor.dtype}'}" for name, tensor in given.items()
+            f"{name} {'None' if tensor is None else f'{tuple(tensor.shape)} {tensor.dtype}'}"
+            for name, tensor in given.items()
         )
         raise ValueError(f"gdn_tree: {rule}; got {shapes}")
 
 
-def _check_verify(q, k, v, a, b, A_log, dt_bias, state, slots, ancestors, node_count, stash, rows, pending, out) -> None:
+def _check_verify(
+    q, k, v, a, b, A_log, dt_bias, state, slots, ancestors, node_count, stash, rows, pending, out
+) -> None:
     given = {"q": q, "k": k, "v": v, "a": a, "b": b, "state": state, "ancestors": ancestors}
-    _require(q.dim() == k.dim() == v.dim() == ancestors.dim() == 3 and state.dim() == 4,
-             "q, k, v and ancestors have 3 dimensions, state 4", **given)
+    _require(
+        q.dim() == k.dim() == v.dim() == ancestors.dim() == 3 and state.dim() == 4,
+        "q, k, v and ancestors have 3 dimensions, state 4",
+        **given,
+    )
     num_requests, nodes, words = ancestors.shape
     tokens, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[1:]
-    _require(tokens == num_requests * nodes and v.shape[0] == tokens and q.shape == k.shape,
-             "q, k and v have a row for each of the R * N nodes of ancestors [R, N, W]", **given)
+    _require(
+        tokens == num_requests * nodes and v.shape[0] == tokens and q.shape == k.shape,
+        "q, k and v have a row for each of the R * N nodes of ancestors [R, N, W]",
+        **given,
+    )
     _require(value_heads % key_heads == 0, "value heads are a multiple of key heads", **given)
     _require(a.shape == b.shape == (tokens, value_heads), "a and b are [R * N, value heads]", **given)
-    _require(A_log.shape == dt_bias.shape == (value_heads,), "A_log and dt_bias are [value heads]", A_log=A_log, dt_bias=dt_bias)
+    _require(
+        A_log.shape == dt_bias.shape == (value_heads,),
+        "A_log and dt_bias are [value heads]",
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
     _require(state.shape[1:] == (value_heads, value_dim, key_dim), "state is [slots, value heads, d_v, d_k]", **given)
-    _require(words * 32 >= nodes and ancestors.dtype == torch.int32, "ancestors is int32 with a bit for each node", **given)
+    _require(
+        words * 32 >= nodes and ancestors.dtype == torch.int32, "ancestors is int32 with a bit for each node", **given
+    )
     for name, tensor in {"slots": slots, "node_count": node_count, "rows": rows}.items():
-        _require(tensor is None or (tensor.shape == (num_requests,) and tensor.dtype == torch.int32 and tensor.is_contiguous()),
-                 f"{name} is [R] int32, contiguous", **{name: tensor})
+        _require(
+            tensor is None
+            or (tensor.shape == (num_requests,) and tensor.dtype == torch.int32 and tensor.is_contiguous()),
+            f"{name} is [R] int32, contiguous",
+            **{name: tensor},
+        )
     _require((stash is None) == (rows is None) == (pending is None), "stash, rows and pending come together", rows=rows)
     if stash is not None:
         _require(
-            stash.u.dim() == 4 and stash.u.shape[1] == value_heads and stash.u.shape[3] == value_dim
-            and stash.k.shape[2] == key_heads and stash.k.shape[4] == key_dim and stash.u.shape[2] >= nodes,
-            "stash is one layer's, with these heads and at least N nodes", stash_u=stash.u, stash_k=stash.k, **given,
+            stash.u.dim() == 4
+            and stash.u.shape[1] == value_heads
+            and stash.u.shape[3] == value_dim
+            and stash.k.shape[2] == key_heads
+            and stash.k.shape[4] == key_dim
+            and stash.u.shape[2] >= nodes,
+            "stash is one layer's, with these heads and at least N nodes",
+            stash_u=stash.u,
+            stash_k=stash.k,
+            **given,
         )
-    _require(out is None or (out.shape == v.shape and out.dtype == v.dtype and out.is_contiguous()),
-             "out is [R * N, value heads, d_v] of v's dtype, contiguous", out=out)
+    _require(
+        out is None or (out.shape == v.shape and out.dtype == v.dtype and out.is_contiguous()),
+        "out is [R * N, value heads, d_v] of v's dtype, contiguous",
+        out=out,
+    )
 
 
 def _cuda_shape(nodes: int, key_dim: int, value_dim: int, state: torch.Tensor) -> cuda_kernel.KernelShape:
@@ -168,11 +204,16 @@ def _cuda_shape(nodes: int, key_dim: int, value_dim: int, state: torch.Tensor) -
             raise UnsupportedGdnTree(f"the CUDA kernel of gdn_tree needs {rule}")
 
     require(1 <= nodes <= cuda_kernel.MAX_NODES, f"1 to {cuda_kernel.MAX_NODES} nodes, not {nodes}")
-    require(key_dim in HEAD_DIMS and value_dim in HEAD_DIMS, f"head dimensions in {HEAD_DIMS}, not {key_dim}, {value_dim}")
+    require(
+        key_dim in HEAD_DIMS and value_dim in HEAD_DIMS, f"head dimensions in {HEAD_DIMS}, not {key_dim}, {value_dim}"
+    )
     require(state.dtype in STATE_DTYPES, f"a state in {STATE_DTYPES}, not {state.dtype}")
     limit = cuda_kernel.shared_limit(state.device.index)
     shape = cuda_kernel.select_shape(nodes, key_dim, value_dim, state.dtype == torch.bfloat16, limit)
-    require(shape is not None, f"more shared memory than the {limit} bytes of this device for {nodes} nodes; use fewer nodes")
+    require(
+        shape is not None,
+        f"more shared memory than the {limit} bytes of this device for {nodes} nodes; use fewer nodes",
+    )
     return shape
 
 
@@ -185,13 +226,20 @@ def _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out) -> 
         require(tensor.dtype == torch.bfloat16, f"{name} in bfloat16, not {tensor.dtype}")
         require(tensor.stride(-1) == 1, f"a last stride of 1 in {name}, not {tensor.stride()}")
         elements = alignment // 2
-        require(tensor.data_ptr() % alignment == 0 and all(step % elements == 0 for step in tensor.stride()[:-1]),
-                f"rows of {name} aligned to {alignment} bytes, not strides {tensor.stride()}")
+        require(
+            tensor.data_ptr() % alignment == 0 and all(step % elements == 0 for step in tensor.stride()[:-1]),
+            f"rows of {name} aligned to {alignment} bytes, not strides {tensor.stride()}",
+        )
     for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        require(tensor.dtype in STATE_DTYPES and tensor.is_contiguous(), f"{name} contiguous in {STATE_DTYPES}, not {tensor.dtype}")
+        require(
+            tensor.dtype in STATE_DTYPES and tensor.is_contiguous(),
+            f"{name} contiguous in {STATE_DTYPES}, not {tensor.dtype}",
+        )
     words = ancestors.shape[2]
-    require(ancestors.stride(2) == 1 and ancestors.stride(0) == ancestors.shape[1] * ancestors.stride(1),
-            f"ancestors with W = {words} contiguous words a node, not strides {ancestors.stride()}")
+    require(
+        ancestors.stride(2) == 1 and ancestors.stride(0) == ancestors.shape[1] * ancestors.stride(1),
+        f"ancestors with W = {words} contiguous words a node, not strides {ancestors.stride()}",
+    )
     _check_state(state)
     if stash is not None:
         _check_stash(stash)
@@ -199,13 +247,19 @@ def _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out) -> 
 
 def _check_state(state: torch.Tensor) -> None:
     if not state[0].is_contiguous():
-        raise UnsupportedGdnTree(f"the CUDA kernel of gdn_tree needs contiguous state slots, not strides {state.stride()}")
+        raise UnsupportedGdnTree(
+            f"the CUDA kernel of gdn_tree needs contiguous state slots, not strides {state.stride()}"
+        )
 
 
 def _check_stash(stash: TreeStash) -> None:
     layers = stash.u.dim() == 5
     parts = (stash.u[0], stash.k[0], stash.g[0]) if layers else (stash.u, stash.k, stash.g)
-    if not all(part.is_contiguous() for part in parts) or stash.u.dtype != torch.float32 or stash.k.dtype != torch.bfloat16:
+    if (
+        not all(part.is_contiguous() for part in parts)
+        or stash.u.dtype != torch.float32
+        or stash.k.dtype != torch.bfloat16
+    ):
         raise UnsupportedGdnTree(
             "the CUDA kernel of gdn_tree needs a contiguous stash with u in float32 and k in bfloat16, not "
             f"{stash.u.dtype}, {stash.k.dtype}"

@@ -10,14 +10,16 @@ beta [N, H]; state [H, d_v, d_k].
 
 import torch
 import torch.nn.functional as F
-
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
+
 from sgl_specflow.tree import unpack_bits
 
 NORM_EPS = 1e-6
 
 
-def gates(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gates(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The projections a, b [..., H] to log decay g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b)."""
     return -A_log.exp() * F.softplus(a + dt_bias, threshold=20.0), b.sigmoid()
 
@@ -72,8 +74,22 @@ def commit_path(state, k, u, G, path) -> torch.Tensor:
 
 
 def verify_naive(
-    q, k, v, a, b, A_log, dt_bias, state, slots, ancestors, node_count, stash: TreeStash | None, rows,
-    pending: PendingPaths | None, scale: float, out: torch.Tensor,
+    q,
+    k,
+    v,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    state,
+    slots,
+    ancestors,
+    node_count,
+    stash: TreeStash | None,
+    rows,
+    pending: PendingPaths | None,
+    scale: float,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """The contract of dispatch.gdn_tree_verify, request by request. Float64 inputs are computed in float64."""
     num_requests, nodes = ancestors.shape[:2]
@@ -116,7 +132,9 @@ def flush_naive(state, slots, destination, stash: TreeStash, rows, pending: Pend
         for layer in range(state.shape[0]):
             compute = torch.promote_types(stash.k.dtype, torch.float32)
             source = state[layer, slot]
-            state[layer, to] = _with_path(source, stash.layer(layer), pending, row, count, compute) if count > 0 else source
+            state[layer, to] = (
+                _with_path(source, stash.layer(layer), pending, row, count, compute) if count > 0 else source
+            )
 
 
 def _per_value_head(x: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,11 @@ def compile_cubin(name: str, source: str, headers: dict[str, str], defines: dict
     headers: name to text of the files that the source includes. Raises CudaToolsMissing or CudaCompileError.
     """
     nvrtc = _nvrtc()
-    options = ["--std=c++17", f"--gpu-architecture={architecture}", *(f"-D{key}={value}" for key, value in defines.items())]
+    options = [
+        "--std=c++17",
+        f"--gpu-architecture={architecture}",
+        *(f"-D{key}={value}" for key, value in defines.items()),
+    ]
     version = _checked(nvrtc, nvrtc.nvrtcVersion())
     digest = hashlib.sha256(repr((source, sorted(headers.items()), options, version)).encode()).hexdigest()
     stored = cache_directory() / f"{name}-{architecture}-{digest[:32]}.cubin"
@@ -53,7 +57,10 @@ def _compile(nvrtc, name: str, source: str, headers: dict[str, str], options: li
     program = _checked(
         nvrtc,
         nvrtc.nvrtcCreateProgram(
-            source.encode(), f"{name}.cu".encode(), len(headers), [text.encode() for text in headers.values()],
+            source.encode(),
+            f"{name}.cu".encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
             [key.encode() for key in headers],
         ),
     )
@@ -90,13 +97,23 @@ class LoadedKernels:
             self._functions[name] = function
         return self._functions[name]
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument) -> None:
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument
+    ) -> None:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         driver = self._driver
         _checked(
             driver,
             driver.cuLaunchKernel(
-                self.function(name, shared_bytes), *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+                self.function(name, shared_bytes),
+                *grid,
+                threads,
+                1,
+                1,
+                shared_bytes,
+                stream,
+                ctypes.addressof(pointers),
+                0,
             ),
         )
 
@@ -122,7 +139,9 @@ def _driver():
 
         _checked(driver, driver.cuInit(0))
     except Exception as error:
-        raise CudaToolsMissing(f"the CUDA driver cannot be used ({error}). Check nvidia-smi, and install cuda-python") from error
+        raise CudaToolsMissing(
+            f"the CUDA driver cannot be used ({error}). Check nvidia-smi, and install cuda-python"
+        ) from error
     return driver
 
 

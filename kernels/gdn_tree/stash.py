@@ -56,8 +56,16 @@ class TreeStash:
 
     @classmethod
     def allocate(
-        cls, rows: int, nodes: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int,
-        device: torch.device | str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None,
+        cls,
+        rows: int,
+        nodes: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+        layers: int | None = None,
     ) -> "TreeStash":
         lead = () if layers is None else (layers,)
         exact = torch.promote_types(dtype, torch.float32)

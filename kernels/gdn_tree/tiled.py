@@ -11,7 +11,6 @@ Shapes of one request as in naive.py, but q and k raw: [N, H, d_k], value heads 
 from dataclasses import dataclass
 
 import torch
-
 from sgl_specflow.kernels.gdn_tree.naive import inverse_norm
 
 TILE = 16
@@ -59,8 +58,12 @@ def verify_tiled(q, k, v, g, beta, state, visible, scale: float, split: bool = F
         return torch.where(visible[rows(i), rows(j)], left[:, rows(i)] @ k[:, rows(j)].mT * gap.exp(), 0.0)
 
     x = {
-        (i, j): (beta.T[:, rows(i), None] * norm[:, rows(i)].square() * decayed_product(k, i, j)).tril(-1 if i == j else TILE)
-        for i in range(tiles) for j in range(i + 1) if occupied[i, j]
+        (i, j): (beta.T[:, rows(i), None] * norm[:, rows(i)].square() * decayed_product(k, i, j)).tril(
+            -1 if i == j else TILE
+        )
+        for i in range(tiles)
+        for j in range(i + 1)
+        if occupied[i, j]
     }
     right = norm * beta.T[..., None] * (v - norm * into * (k @ terms(state, 3).mT))
     u = torch.zeros_like(right)
