@@ -50,7 +50,7 @@ def read_jobs(path: Path, defaults: dict) -> tuple[list[Job], list[str]]:
                 continue
             try:
                 jobs.append(_job(index, json.loads(line), defaults))
-            except (ValueError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 bad.append(f"{path}:{index + 1}: {error}")
     return jobs, bad
 
@@ -128,7 +128,7 @@ class AnswerFile:
 
 
 def _write_row(stream: BinaryIO, row: dict) -> None:
-    data = memoryview(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    data = memoryview(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
     while data:
         data = data[stream.write(data) :]
     os.fsync(stream.fileno())
@@ -206,15 +206,28 @@ def run(options: argparse.Namespace, server_flags: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} was given; give 1 or more")
+    return value
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} was given; give http://HOST:PORT")
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", type=Path, help="JSON lines")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; an unfinished one is continued")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", help="a running SGLang server")
+    where.add_argument("--url", type=_url, help="a running SGLang server")
     where.add_argument("--model-path", help="run sglang.Engine here; its other flags follow after --")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests in flight (default: %(default)s)")
+    parser.add_argument("--concurrency", type=_positive, default=64, help="requests in flight (default: %(default)s)")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=512, help="for rows that do not say (default: %(default)s)"
+        "--max-new-tokens", type=_positive, default=512, help="for rows that do not say (default: %(default)s)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="likewise (default: %(default)s, greedy)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out bad input rows instead of stopping")

@@ -144,8 +144,10 @@ class ServerBackend:
         if job.messages is None:
             question = {"text": job.prompt}
         else:
-            question = {"input_ids": (await self._post("/tokenize", {"messages": job.messages}))["tokens"]}
-        return Answer.from_response(await self._post("/generate", {**question, "sampling_params": job.sampling_params}))
+            question = {"input_ids": _field(await self._post("/tokenize", {"messages": job.messages}), "tokens")}
+        reply = await self._post("/generate", {**question, "sampling_params": job.sampling_params})
+        _field(reply, "meta_info")
+        return Answer.from_response(reply)
 
     async def _post(self, path: str, body: dict) -> dict:
         for pause in (*_CONNECTION_RETRY_SECONDS, None):
@@ -158,9 +160,18 @@ class ServerBackend:
                 if pause is None:
                     raise ServerGone(f"{self._url} does not answer: {error}") from error
                 await asyncio.sleep(pause)
+            except (aiohttp.ContentTypeError, aiohttp.ClientPayloadError, ValueError) as error:
+                raise RequestFailed(f"{path}: the answer is not whole JSON ({error})") from error
             except TimeoutError as error:
                 raise RequestFailed(f"{path}: no answer within {self._timeout.total:.0f} s") from error
         raise AssertionError("unreachable")
+
+
+def _field(reply: Any, name: str) -> Any:
+    """reply[name]; RequestFailed where something else than SGLang answered."""
+    if not isinstance(reply, dict) or name not in reply:
+        raise RequestFailed(f"the server's answer has no {name!r}: is this SGLang's address?")
+    return reply[name]
 
 
 class EngineBackend:
@@ -195,17 +206,21 @@ class EngineBackend:
             self._engine.shutdown()
 
     async def answer(self, job: Job) -> Answer:
-        question = {"prompt": job.prompt}
-        if job.messages is not None:
-            tokenizer = self._engine.tokenizer_manager.tokenizer
-            question = {
-                "input_ids": tokenizer.apply_chat_template(job.messages, add_generation_prompt=True, return_dict=False)
-            }
         try:
+            question = (
+                {"prompt": job.prompt} if job.messages is None else {"input_ids": self._chat_tokens(job.messages)}
+            )
             response = await self._engine.async_generate(**question, sampling_params=job.sampling_params)
         except ValueError as error:
             raise RequestFailed(str(error)) from error
         return Answer.from_response(response)
+
+    def _chat_tokens(self, messages: list[dict]) -> list[int]:
+        tokenizer = self._engine.tokenizer_manager.tokenizer
+        try:
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is code: jinja's errors, or none at all
+            raise RequestFailed(f"the model's chat template refuses these messages ({error})") from error
 
     def _await_interruptions(self) -> None:
         signal.sigwait({signal.SIGINT})

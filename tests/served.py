@@ -23,6 +23,7 @@ LAYERS = 3
 CONTEXT = 192
 EOS = 1
 BASE_FLAGS = ["--dtype", "float32", "--max-running-requests", "8", "--random-seed", "3", "--enable-metrics"]
+BASE_FLAGS += ["--enable-custom-logit-processor"]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 if torch.cuda.is_available():
     BASE_FLAGS += ["--attention-backend", "triton", "--mem-fraction-static", "0.2", "--cuda-graph-max-bs-decode", "8"]

@@ -222,6 +222,41 @@ def test_batch_stops_when_the_server_is_gone(tmp_path, monkeypatch, capsys, capl
     assert "does not answer" in capsys.readouterr().err and not caplog.text
 
 
+@pytest.mark.parametrize("wrong", [["--concurrency", "0"], ["--concurrency", "-3"], ["--max-new-tokens", "0"]])
+def test_batch_refuses_numbers_under_one(tmp_path, fake, capsys, wrong):
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "one"}])
+    with pytest.raises(SystemExit) as stopped:
+        main(batch_arguments(prompts, tmp_path / "a.jsonl", fake.url, *wrong))
+    assert stopped.value.code == 2 and "give 1 or more" in capsys.readouterr().err
+
+
+def test_batch_refuses_an_address_without_scheme(tmp_path, capsys):
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "one"}])
+    with pytest.raises(SystemExit):
+        main(batch_arguments(prompts, tmp_path / "a.jsonl", "127.0.0.1:30000"))
+    assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_reply_that_is_not_sglangs_fails_its_row_only(tmp_path, fake, monkeypatch):
+    answer = fake.reply
+    monkeypatch.setattr(
+        fake, "reply", lambda path, body: (200, ["odd"]) if body.get("text") == "two" else answer(path, body)
+    )
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}])
+    out = tmp_path / "answers.jsonl"
+    assert main(batch_arguments(prompts, out, fake.url)) == 1
+    assert sorted(row["index"] for row in read_rows(out)) == [0, 2]
+    assert "is this SGLang" in Path(f"{out}.errors").read_text()
+
+
+def test_an_id_that_is_no_unicode_is_kept(tmp_path, fake):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"id": "\\ud800", "prompt": "one"}\n')
+    out = tmp_path / "answers.jsonl"
+    assert main(batch_arguments(prompts, out, fake.url)) == 0
+    assert read_rows(out)[0]["id"] == "\ud800"
+
+
 def test_flags_for_an_engine_are_refused_with_a_url(tmp_path, fake, capsys):
     with pytest.raises(SystemExit):
         main([*batch_arguments(tmp_path / "p.jsonl", tmp_path / "a.jsonl", fake.url), "--", "--dtype", "float32"])

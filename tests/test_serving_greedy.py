@@ -21,6 +21,7 @@ from served import (
     serve,
     tree_flags,
 )
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 # Each entry: algorithm, budget, further flags, environment. Together they cover both heads, budgets from 2 to 256, page
 # sizes, radix cache on and off, chunked prefill, path refresh, and KV memory so short that requests are retracted.
@@ -38,6 +39,9 @@ TREE_SERVERS = {
     ),
     "jetflow-24-page-16-short": ("jetflow", 24, ["--page-size", "16", "--max-total-tokens", "512"], {}),
 }
+
+
+FORBID = DisallowedTokensLogitsProcessor().to_str()
 
 
 def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
@@ -88,6 +92,12 @@ def scenarios() -> dict[str, list[dict]]:
                     {"min_new_tokens": 50, "ignore_eos": False},
                 ],
             )
+        ],
+        "custom logit processor": [
+            greedy(ids, 20, custom_params={"token_ids": [5, 9]}) | {"custom_logit_processor": FORBID}
+            if i % 2
+            else greedy(ids, 20)
+            for i, ids in enumerate(prompts(4, seed=14))
         ],
         "grammar": [greedy(ids, 40, ignore_eos=False, regex="(w2w5|w7w3w4)+w9") for ids in prompts(4, seed=11)],
     }
@@ -212,6 +222,9 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(tree_server, plain):
         {"input_ids": [3, 4], "sampling_params": {"top_p": 0}},
         {"input_ids": [3] * (CONTEXT + 5), "sampling_params": {"temperature": 0}},
         {"sampling_params": {"temperature": 0}},
+        {"text": "", "sampling_params": {"temperature": 0}},
+        {"input_ids": [3, 4], "custom_logit_processor": "garbage", "sampling_params": {"temperature": 0}},
+        {"input_ids": [3, 4], "sampling_params": {"temperature": 0, "stop_token_ids": [-1], "min_new_tokens": 5}},
         {"input_ids": [3, 4], "return_sampling_mask": True, "sampling_params": {"temperature": 0, "top_k": 1}},
     ],
 )

@@ -187,7 +187,30 @@ def config_only(folder, **fields):
     return folder
 
 
+def edited_head(folder, causal, **fields):
+    """A copy of the head whose config.json says something else; fields of dflash_config with two underscores."""
+    shutil.copytree(causal, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in fields.items():
+        place, name = (config["dflash_config"], name.removeprefix("dflash__")) if "__" in name else (config, name)
+        place[name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 BROKEN = ["missing", "no weights", "cut short", "no config"]
+EDITED = {
+    "target_layer_ids [1, 0]": {"dflash__target_layer_ids": [1, 0]},
+    "target_layer_ids [1, 1]": {"dflash__target_layer_ids": [1, 1]},
+    "cannot be read (TypeError": {"dflash__target_layer_ids": 1},
+    "causal_head 'false'": {"dflash__causal_head": "false"},
+    "cannot be read (AttributeError": {"dflash_config": "x"},
+    "with a head for 64 positions": {"max_position_embeddings": 64},
+}
+FLAGS = {
+    "--lora-paths": ["--lora-paths", "a=/x"],
+    "KV pool of 30 tokens": ["--max-total-tokens", "30"],
+}
 OTHER_HEADS = {
     "hidden_size 32": {"hidden_size": 32},
     "vocab_size 32": {"vocab_size": 32},
@@ -222,6 +245,16 @@ def resolved(folder, target, causal):
         cases[how] = [*model, *tree_flags("jetflow", broken_head(folder, causal, how), 8)]
     for number, (named, changes) in enumerate(OTHER_HEADS.items()):
         cases[named] = [*model, *tree_flags("jetflow", other_head(folder / f"other-{number}", **changes), 8)]
+    for number, (named, fields) in enumerate(EDITED.items()):
+        cases[named] = [*model, *tree_flags("jetflow", edited_head(folder / f"edited-{number}", causal, **fields), 8)]
+    for named, flags in FLAGS.items():
+        cases[named] = [*model, *tree_flags("jetflow", causal, 8), *flags]
+    not_an_object = edited_head(folder / "not-an-object", causal)
+    (not_an_object / "config.json").write_text("[]")
+    cases["not an object"] = [*model, *tree_flags("jetflow", not_an_object, 8)]
+    broken_index = edited_head(folder / "broken-index", causal)
+    (broken_index / "model.safetensors.index.json").write_text("{")
+    cases["broken index"] = [*model, *tree_flags("jetflow", broken_index, 8)]
     for number, (named, fields) in enumerate(UNSUPPORTED.items()):
         path = config_only(folder / f"target-{number}", **fields)
         cases[named] = ["--model-path", path, "--skip-tokenizer-init", *tree_flags("jetflow", causal, 8)]
@@ -253,6 +286,18 @@ def test_a_missing_or_half_checkpoint_is_refused(resolved, folder, how):
 def test_a_head_for_another_target_is_refused(resolved, named):
     error, _ = resolved[named]
     assert error.startswith("SpecflowConfigError") and named in error
+
+
+@pytest.mark.parametrize("named", [*EDITED, *FLAGS])
+def test_what_would_fail_later_is_refused_first(resolved, named):
+    error, _ = resolved[named]
+    assert error and error.startswith("SpecflowConfigError") and named in error
+
+
+@pytest.mark.parametrize("name", ["not an object", "broken index"])
+def test_files_that_do_not_parse_are_named(resolved, folder, name):
+    error, _ = resolved[name]
+    assert error.startswith("SpecflowConfigError") and str(folder / name.replace(" ", "-")) in error
 
 
 @pytest.mark.parametrize("named", UNSUPPORTED)

@@ -133,3 +133,15 @@ def test_openai_endpoints(folder, target, head):
         assert "".join(choices[0]["text"] for choices in pieces if choices) == whole["choices"][0]["text"]
         status, three = post(server, "/v1/completions", body | {"n": 3, "temperature": 1.0})
         assert status == 200 and len(three["choices"]) == 3
+
+
+def test_a_weight_update_leaves_the_head_alone(folder, target, head):
+    """The update carries the target's own checkpoint: text and accept length stay what they were."""
+    with serve(target, folder / "update.log", *tree_flags("jetflow", head, 16)) as server:
+        before = generate(server, REQUESTS)
+        status, answer = post(server, "/update_weights_from_disk", {"model_path": str(target)})
+        assert status == 200 and answer["success"], answer
+        after = generate(server, REQUESTS)
+    assert [outcome(a) for a in after] == [outcome(a) for a in before]
+    steps = [[a["meta_info"]["spec_verify_ct"] for a in answers] for answers in (before, after)]
+    assert steps[0] == steps[1]

@@ -110,7 +110,7 @@ def save_head(folder: str | Path, config: HeadConfig, tensors: dict[str, torch.T
 
 def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        paths = [folder / file for file in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
+        paths = [folder / file for file in sorted(_indexed_files(folder / INDEX))]
     else:
         paths = [folder / "model.safetensors"]
     if missing := [path.name for path in paths if not path.is_file()]:
@@ -120,6 +120,17 @@ def _files(folder: Path) -> list[Path]:
             todo=FETCH_AGAIN,
         )
     return paths
+
+
+def _indexed_files(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SpecflowConfigError(
+            given=f"{index}, which cannot be read ({type(error).__name__}: {error})",
+            allowed="the index that Hugging Face writes, with a weight_map",
+            todo=FETCH_AGAIN,
+        ) from error
 
 
 def _opened(path: Path):

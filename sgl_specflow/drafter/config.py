@@ -67,12 +67,15 @@ class HeadConfig:
                 todo="give the folder of a complete draft head",
             )
         try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            return cls.from_dict(json.loads(path.read_text()), str(path))
+        except SpecflowConfigError:
+            raise
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise SpecflowConfigError(
-                given=f"{path}, which does not parse ({error})", allowed="JSON", todo=FETCH_AGAIN
+                given=f"{path}, which cannot be read ({type(error).__name__}: {error})",
+                allowed="a JSON object with the fields of the DFlash format, each of its type",
+                todo=FETCH_AGAIN,
             ) from error
-        return cls.from_dict(raw, str(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> "HeadConfig":
@@ -102,7 +105,7 @@ class HeadConfig:
             num_target_layers=fields.whole("num_target_layers"),
             target_layer_ids=tuple(fields.get("target_layer_ids") or ()),
             mask_token_id=fields.whole("mask_token_id", least=0),
-            causal_head=bool(fields.get("causal_head")),
+            causal_head=fields.flag("causal_head"),
             is_causal=raw.get("is_causal"),
             layer_types=tuple(raw.get("layer_types") or ("full_attention",) * layers),
             sliding_window=raw.get("sliding_window"),
@@ -181,6 +184,12 @@ class _Fields:
     def get(self, name: str) -> Any:
         return self.dflash.get(name, self.raw.get(name))
 
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(f"{name} {value!r}", "true or false")
+        return bool(value)
+
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(name)
         value = default if value is None else value
@@ -218,9 +227,11 @@ class _Fields:
                 f"mask_token_id {config.mask_token_id}", f"a token of the vocabulary, 0 to {config.vocab_size - 1}"
             )
         layers = config.target_layer_ids
-        if not layers or not all(type(layer) is int and 0 <= layer < config.num_target_layers for layer in layers):
+        ascending = all(below < above for below, above in zip(layers, layers[1:]))
+        if not layers or not ascending or not all(0 <= layer < config.num_target_layers for layer in layers):
             self.refuse(
-                f"target_layer_ids {list(layers)}", f"layers of the target, 0 to {config.num_target_layers - 1}"
+                f"target_layer_ids {list(layers)}",
+                f"layers of the target, 0 to {config.num_target_layers - 1}, in ascending order",
             )
         if (target_hidden := self.dflash.get("target_hidden_size", config.hidden_size)) != config.hidden_size:
             self.refuse(

@@ -21,6 +21,41 @@ def refuse_request(original, req, enable_overlap: bool) -> str | None:
     return None
 
 
+def refuse_tokens(_original, manager, obj, input_ids) -> None:
+    """Around TokenizerManager._validate_one_request: what would end the server is a ValueError, hence a 400."""
+    if input_ids is not None and len(input_ids) == 0 and getattr(obj, "input_embeds", None) is None:
+        raise ValueError("The prompt has no tokens. Give at least one.")
+    processor = getattr(obj, "custom_logit_processor", None)
+    if processor is not None:
+        _check_processor(processor)
+    _original(manager, obj, input_ids)
+
+
+def _check_processor(text) -> None:
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    for one in text if isinstance(text, list) else [text]:
+        if one is None:
+            continue
+        try:
+            CustomLogitProcessor.from_str(one)
+        except Exception as error:  # it holds pickled code: anything may go wrong
+            raise ValueError(f"custom_logit_processor cannot be loaded ({type(error).__name__}: {error}).") from error
+
+
+def refuse_sampling(_result, params, vocab_size: int) -> None:
+    """After SamplingParams.verify: SGLang's minimum-length penaliser indexes logits with the stop tokens."""
+    outside = [token for token in params.stop_token_ids or () if not 0 <= token < vocab_size]
+    if outside and params.min_new_tokens > 0:
+        raise ValueError(f"stop_token_ids {outside} lie outside the vocabulary of {vocab_size} tokens.")
+
+
 HOOKS = [
     ("sglang.srt.speculative.dflash_utils.validate_dflash_request", refuse_request, HookType.AROUND),
+    (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        refuse_tokens,
+        HookType.AROUND,
+    ),
+    ("sglang.srt.sampling.sampling_params.SamplingParams.verify", refuse_sampling, HookType.AFTER),
 ]

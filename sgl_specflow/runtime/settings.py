@@ -127,5 +127,5 @@ def _in_range(flag: str, value: int, least: int, most: int, meaning: str) -> Non
         raise _refusal(f"{flag} {value}", f"{least} to {most}: {meaning}", f"give {flag} a value in that range")
 
 
-def _refusal(given: str, allowed: str, todo: str = "mend it") -> SpecflowConfigError:
+def _refusal(given: str, allowed: str, todo: str = "mend or unset it") -> SpecflowConfigError:
     return SpecflowConfigError(given=given, allowed=allowed, todo=todo)

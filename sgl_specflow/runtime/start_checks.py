@@ -14,6 +14,7 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.names import is_tree_algorithm
 from sgl_specflow.runtime.settings import Options, TreeSettings
+from sgl_specflow.runtime.tree_memory import check_pool
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ CONFLICTS = [
     ("enable_unified_memory", (False, None), "leave it out"),
     ("enable_hierarchical_cache", (False, None), "leave it out"),
     ("enable_lora", (False, None), "the head is trained for the bare target; merge the adapter into it"),
+    ("lora_paths", (None, []), "the head is trained for the bare target; merge the adapter into it"),
+    ("enable_multi_layer_eagle", (False, None), "leave it out"),
     ("enable_watermark", (False, None), "leave it out"),
     ("enable_mixed_chunk", (False, None), "leave it out"),
     ("enable_return_hidden_states", (False, None), "leave it out"),
@@ -74,6 +77,8 @@ def resolve_server_args(algorithm: str, server_args) -> None:
         Options.from_environment(),
     )
     check_target(head, server_args)
+    if server_args.max_total_tokens is not None:
+        check_pool(server_args.max_total_tokens, settings.budget, server_args.page_size or 1)
     server_args.speculative_num_draft_tokens = settings.budget
     server_args.speculative_num_steps = settings.depth
     server_args.speculative_eagle_topk = settings.width
@@ -111,7 +116,7 @@ def draft_folder(server_args) -> Path:
             allowed="the folder or hub id of a draft head that was trained for this target",
             todo="add --speculative-draft-model-path; a head for SmolLM2-135M-Instruct comes with sgl_specflow",
         )
-    folder = Path(given)
+    folder = Path(given).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or given.startswith(".") or given.count("/") != 1:
@@ -164,6 +169,12 @@ def check_target(head: HeadConfig, server_args) -> None:
         _refuse_target(name, "image or audio inputs", "a text model")
     _check_hidden_capture(model, name)
     text = model.hf_text_config
+    if model.context_len > head.max_position_embeddings:
+        raise SpecflowConfigError(
+            given=f"a context length of {model.context_len} with a head for {head.max_position_embeddings} positions",
+            allowed=f"--context-length up to {head.max_position_embeddings}",
+            todo="lower --context-length, or raise max_position_embeddings in the head's config.json if it was trained so",
+        )
     head.check_against_target(text.hidden_size, model.vocab_size, text.num_hidden_layers, name)
 
 

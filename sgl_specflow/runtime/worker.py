@@ -73,7 +73,8 @@ class TreeWorker(BaseSpecWorker):
         self.drafter.init_cuda_graphs()
 
     def weight_update_runners(self):
-        return [("draft", self.drafter.runner)]
+        # A weight update carries the target's checkpoint, whose layers have the head's names: it must not reach the head.
+        return []
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
