@@ -126,7 +126,7 @@ def heads(folder):
 def plain(target, folder):
     """Plain decoding's answers, by scenario. Without overlap, under which SGLang counts penalties one token late."""
     with serve(target, folder / "plain.log", "--disable-overlap-schedule") as server:
-        yield {name: generate(server, requests) for name, requests in scenarios().items()}
+        return {name: generate(server, requests) for name, requests in scenarios().items()}
 
 
 @pytest.fixture(scope="module", params=TREE_SERVERS)

@@ -91,6 +91,8 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
         server_args.attention_backend = given["attention_backend"] or self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
         server_args.disable_overlap_schedule = True
+        # An idle scheduler polls without pause: here it would take a core that the model needs.
+        server_args.sleep_on_idle = True
         if given["max_total_tokens"] is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
         if given["max_running_requests"] is None:
