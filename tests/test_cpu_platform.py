@@ -26,7 +26,7 @@ from sgl_specflow.runtime import cpu_ops, cpu_platform
 needs_cpu = pytest.mark.skipif(
     cpu_platform.accelerator_present(), reason="the reference platform stands in only where there is no accelerator"
 )
-START_SECONDS = 240
+START_SECONDS = 600
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
