@@ -12,9 +12,11 @@ import json
 import time
 from pathlib import Path
 
+import torch
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
+from sgl_specflow.launch.quickstart import EXACT_FLOAT32, server_flags
 from sgl_specflow.launch.server import start
 
 HEADS = Path(__file__).resolve().parents[1] / "sgl_specflow" / "drafter" / "heads"
@@ -24,7 +26,7 @@ REQUEST_SECONDS = 3600
 
 def answers(flags: list[str], jobs: list[Job], batches: list[int], log: Path) -> dict[int, list[Answer]]:
     """One server, all jobs at each batch size."""
-    with start(flags, log=log, timeout=900) as server:
+    with start(flags, log=log, environment=EXACT_FLOAT32, timeout=900) as server:
         backend = ServerBackend(server.url, request_seconds=REQUEST_SECONDS)
 
         async def collect(batch: int) -> list[Answer]:
@@ -90,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     params = {"temperature": 0.0, "max_new_tokens": options.tokens}
     jobs = [Job(i, i, None, messages, params) for i, messages in enumerate(mixed(options.data, options.prompts))]
-    base = ["--model-path", options.model_path, "--dtype", "float32", "--max-running-requests", "8", *options.flags]
+    base = [*server_flags(options.model_path, torch.cuda.is_available()), *options.flags]
     result = (
         json.loads(options.out.read_text()) if options.out.exists() else {"meta": describe(options.commit), "rows": []}
     )
