@@ -9,7 +9,9 @@ file is written after each server; a second run with the same --out measures wha
 import argparse
 import itertools
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -83,6 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pages", type=numbers, default=[1, 16])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--runs", help="instead of all combinations: algorithm:budget:page:batch, comma-separated")
+    parser.add_argument("--parallel", type=int, default=1, help="servers at once; several fit one GPU (default: 1)")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
@@ -99,25 +102,31 @@ def main(arguments: list[str] | None = None) -> int:
     runs = wanted_runs(options)
     done = {(r["algorithm"], r["budget"], r["page_size"], r["batch"]) for r in result["rows"]}
 
+    missing = {key: [batch for batch in batches if (*key, batch) not in done] for key, batches in runs.items()}
+    missing = {key: batches for key, batches in missing.items() if batches}
     plain: dict[int, list[Answer]] = {}
-    for (algorithm, budget, page), batches in runs.items():
-        missing = [batch for batch in batches if (algorithm, budget, page, batch) not in done]
-        if not missing:
-            continue
-        if not plain:
-            every = sorted({batch for batches in runs.values() for batch in batches})
-            plain = answers(base, jobs, every, options.logs / "lossless-plain.log")
+    if missing:
+        every = sorted({batch for batches in missing.values() for batch in batches})
+        plain = answers(base, jobs, every, options.logs / "lossless-plain.log")
+    writing = threading.Lock()
+
+    def measure(key: tuple[str, int, int]) -> None:
+        algorithm, budget, page = key
         begun = time.monotonic()
         flags = [*base, "--page-size", str(page), "--speculative-algorithm", algorithm]
         flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]
         flags += ["--speculative-num-draft-tokens", str(budget)]
-        tree = answers(flags, jobs, missing, options.logs / f"lossless-{algorithm}-{budget}-{page}.log")
-        for batch in missing:
-            row = {"algorithm": algorithm, "budget": budget, "page_size": page, "batch": batch}
-            result["rows"].append(row | compare(plain[batch], tree[batch]))
-            print(json.dumps(result["rows"][-1]), f"({time.monotonic() - begun:.0f} s)", flush=True)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        tree = answers(flags, jobs, missing[key], options.logs / f"lossless-{algorithm}-{budget}-{page}.log")
+        with writing:
+            for batch in missing[key]:
+                row = {"algorithm": algorithm, "budget": budget, "page_size": page, "batch": batch}
+                result["rows"].append(row | compare(plain[batch], tree[batch]))
+                print(json.dumps(result["rows"][-1]), f"({time.monotonic() - begun:.0f} s)", flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        list(pool.map(measure, missing))
     wrong = [row for row in result["rows"] if row["identical"] != row["prompts"]]
     print(f"lossless: runs={len(result['rows'])} identical={len(result['rows']) - len(wrong)}")
     return 1 if wrong else 0
