@@ -100,3 +100,16 @@ def test_padding_is_inert(budget):
     )
     rebuilt.check()
     assert rebuilt.node_count.tolist() == [1]
+
+
+def test_a_requests_own_depth_limit_holds():
+    """As in a tree from marginals: a request that may not go below its anchor keeps the anchor alone."""
+    limits = torch.tensor([0, 4])
+    log_probs = torch.tensor([[-0.1, -0.2], [-0.1, -0.3]]).expand(2, -1, -1)
+    candidates = torch.tensor([[3, 4], [5, 6]]).expand(2, -1, -1).contiguous()
+    first = build_tree(torch.tensor([7, 7]), log_probs.contiguous(), candidates, 3, limits)
+    own = torch.zeros(2, 3)
+    rebuilt = rebuild_tree(first, own, torch.full((2, 3, 2), -0.5), torch.tensor([1, 2]).expand(2, 3, -1), 8, 4, limits)
+    rebuilt.check()
+    assert rebuilt.node_count[0] == 1
+    assert rebuilt.node_count[1] == 8

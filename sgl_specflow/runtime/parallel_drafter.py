@@ -106,16 +106,16 @@ class ParallelDrafter:
         shape = (requests, settings.depth, -1)
         first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
         tree = build_tree(window.anchor, log_probs.view(shape), candidates.view(shape), first_budget, max_depth)
-        return self._refresh(batch, window, tree) if settings.path_refresh else tree
+        return self._refresh(batch, window, tree, max_depth) if settings.path_refresh else tree
 
-    def _refresh(self, batch, window: StepWindow, tree: TokenTree) -> TokenTree:
+    def _refresh(self, batch, window: StepWindow, tree: TokenTree, limits: torch.Tensor | None) -> TokenTree:
         """Re-score half a tree on its own branches and grow it to the whole budget."""
         nodes = tree.budget
         tokens, depth, bits = refresh_block(tree, self.settings.mask_token)
         behind = self._run_block(batch, window, tokens, depth, bits)[:, nodes:]
         # A node's own log-probability is asked of the mask behind its parent.
         log_probs, candidates, own = self._score_children(behind, tree)
-        return rebuild_tree(tree, own, log_probs, candidates, self.settings.budget, self.settings.depth)
+        return rebuild_tree(tree, own, log_probs, candidates, self.settings.budget, self.settings.depth, limits)
 
     def _score_children(self, behind: torch.Tensor, tree: TokenTree):
         requests, nodes, _ = behind.shape

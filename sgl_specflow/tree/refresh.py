@@ -37,6 +37,7 @@ def rebuild_tree(
     tokens: torch.Tensor,
     budget: int,
     max_depth: int,
+    limits: torch.Tensor | None = None,
 ) -> TokenTree:
     """The best tree of at most `budget` nodes over the first tree's nodes and their re-scored children.
 
@@ -48,6 +49,7 @@ def rebuild_tree(
         own_log_prob: float32 [R, n], log-probability of each node's token given its parent's branch (0 for the root).
         log_probs: float32 [R, n, K], tokens: int64 [R, n, K]: candidates behind each node, given its branch.
         budget: B >= 1. max_depth: children deeper than this are left out; at least the first tree's depth.
+        limits: int64 [R], a smaller greatest depth of single requests, which the first tree keeps already; or None.
     """
     requests, nodes, width = log_probs.shape
     real = torch.arange(nodes, device=tree.token.device) < tree.node_count[:, None]
@@ -56,7 +58,8 @@ def rebuild_tree(
     score = torch.where(tree.ancestor_mask(), own[:, None, :], 0.0).sum(2)
 
     child = score[:, :, None] + log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
-    child = child.masked_fill((tree.depth >= max_depth)[:, :, None] | _already_child(tree, tokens), -torch.inf)
+    deepest = tree.depth >= (max_depth if limits is None else limits[:, None])
+    child = child.masked_fill(deepest[:, :, None] | _already_child(tree, tokens), -torch.inf)
     node_index = torch.arange(nodes, device=tree.token.device).expand(requests, -1)
     candidate_score = torch.cat([score, child.flatten(1)], 1)
     candidate_token = torch.cat([tree.token, tokens.flatten(1)], 1)
