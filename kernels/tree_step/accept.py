@@ -1,4 +1,4 @@
-"""Acceptance and the plan of its commit in one launch: `sgl_specflow.verify.accept` and `sgl_specflow.commit.plan_commit`."""
+"""Acceptance and the plan of its commit in one launch: `verify.accept` and `commit.plan_commit`."""
 
 from dataclasses import dataclass
 

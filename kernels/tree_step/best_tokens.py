@@ -65,10 +65,14 @@ def _best_tokens_torch(logits, width, scale, cap):
     logits = logits.float() * scale
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    # Stable: equal logits keep the order of their tokens, which topk leaves open.
-    values, tokens = logits.sort(dim=1, descending=True, stable=True)
-    return values[:, :width].contiguous(), tokens[:, :width].contiguous(), logits.logsumexp(1)
+    # Adding 0.0 turns -0.0 into 0.0.
+    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
+    bits = logits.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    # All keys differ, so that topk has no ties to leave open.
+    keys = ordered << 32 | 0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device)
+    tokens = keys.topk(width, dim=1).indices
+    return logits.gather(1, tokens), tokens, logits.logsumexp(1)
 
 
 def _interpreting() -> bool:

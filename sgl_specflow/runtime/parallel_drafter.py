@@ -5,19 +5,23 @@ draft KV pool at the slots of the target's tokens, so a cached prefix serves bot
 whose attention pattern is given as bits (`TreeInput`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import attention_backends, get_exec
+from sglang.srt.runtime_context import attention_backends
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
+from sgl_specflow.kernels.tree_step import tree_from_marginals
+from sgl_specflow.runtime.draft_graph import DraftTail
 from sgl_specflow.runtime.marginals import TargetVocabulary
 from sgl_specflow.runtime.settings import TreeSettings
 from sgl_specflow.runtime.step import StepWindow
 from sgl_specflow.runtime.tree_input import TreeInput
-from sgl_specflow.tree import TokenTree, build_tree
+from sgl_specflow.tree import TokenTree
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
 from sgl_specflow.tree.token_tree import pack_bits
 
@@ -50,6 +54,9 @@ class ParallelDrafter:
         self.block_depth = torch.arange(settings.block, device=runner.device)
         visible = torch.ones(settings.block, settings.block, dtype=torch.bool, device=runner.device)
         self.block_bits = pack_bits(visible.tril() if settings.causal else visible)
+        # Path refresh drafts half a tree first.
+        self.first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
+        self.tail: DraftTail | None = None
 
     def alloc_memory_pool(self, **pools) -> None:
         with draft_tp_context(self.layout):
@@ -59,12 +66,16 @@ class ParallelDrafter:
         with draft_pp_context(), draft_tp_context(self.layout):
             self.worker.init_attention_backends()
 
-    def init_cuda_graphs(self) -> None:
-        from sglang.srt.model_executor.cuda_graph_config import Backend
-
-        capture = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+    def init_cuda_graphs(self, sizes: Sequence[int]) -> None:
+        """Capture the head's pass, tree building included, for batches of `sizes`; none: the head runs eagerly."""
+        if sizes:
+            settings = self.settings
+            self.tail = DraftTail(
+                self._grow, max(sizes), self.first_budget, settings.block, settings.depth, self.block_depth.device
+            )
+            self.runner.capture_tail_hooks.append(self.tail)
         with draft_pp_context(), draft_tp_context(self.layout):
-            self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+            self.worker.init_cuda_graphs(capture_decode_cuda_graph=bool(sizes))
 
     def write_context(self, target_hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Write the head's context keys and values of T committed tokens.
@@ -100,19 +111,30 @@ class ParallelDrafter:
         tokens = torch.full((requests, settings.block), settings.mask_token, device=window.anchor.device)
         tokens[:, 0] = window.anchor
         depth = self.block_depth.expand(requests, -1)
-        hidden = self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
+        if self.tail is not None:
+            self.tail.set_limits(max_depth)
+        hidden, replayed = self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
+        if replayed and self.tail is not None:
+            tree = self.tail.trees(requests)
+        else:
+            tree = self._grow(window.anchor, hidden, max_depth)
+        return self._refresh(batch, window, tree, max_depth) if settings.path_refresh else tree
+
+    def _grow(self, anchors, hidden, limits: torch.Tensor | None, out: TokenTree | None = None) -> TokenTree:
+        """The tree of the head's marginals: anchors int64 [R], hidden [R, block, H], limits int64 [R] or None."""
+        settings = self.settings
         rows = hidden[:, 1 : settings.depth + 1].flatten(0, 1)
         log_probs, candidates, _ = self.vocabulary.best(rows, settings.width)
-        shape = (requests, settings.depth, -1)
-        first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
-        tree = build_tree(window.anchor, log_probs.view(shape), candidates.view(shape), first_budget, max_depth)
-        return self._refresh(batch, window, tree, max_depth) if settings.path_refresh else tree
+        shape = (anchors.numel(), settings.depth, -1)
+        return tree_from_marginals(
+            anchors, log_probs.view(shape), candidates.view(shape), self.first_budget, limits, out=out
+        )
 
     def _refresh(self, batch, window: StepWindow, tree: TokenTree, limits: torch.Tensor | None) -> TokenTree:
         """Re-score half a tree on its own branches and grow it to the whole budget."""
         nodes = tree.budget
         tokens, depth, bits = refresh_block(tree, self.settings.mask_token)
-        behind = self._run_block(batch, window, tokens, depth, bits)[:, nodes:]
+        behind = self._run_block(batch, window, tokens, depth, bits)[0][:, nodes:]
         # A node's own log-probability is asked of the mask behind its parent.
         log_probs, candidates, own = self._score_children(behind, tree)
         return rebuild_tree(tree, own, log_probs, candidates, self.settings.budget, self.settings.depth, limits)
@@ -125,8 +147,9 @@ class ParallelDrafter:
         shape = (requests, nodes, -1)
         return log_probs.view(shape), candidates.view(shape), own.view(requests, nodes)
 
-    def _run_block(self, batch, window: StepWindow, tokens, depth, bits) -> torch.Tensor:
-        """The head over a block: tokens, depth int64 [R, N], bits int32 [R, N, W] -> hidden [R, N, H]."""
+    def _run_block(self, batch, window: StepWindow, tokens, depth, bits) -> tuple[torch.Tensor, bool]:
+        """The head over a block: tokens, depth int64 [R, N], bits int32 [R, N, W] -> hidden [R, N, H], and whether the
+        pass was a graph replay."""
         requests, nodes = tokens.shape
         positions = (window.committed_length[:, None] + depth).flatten()
         plan = window.plan
@@ -159,8 +182,8 @@ class ParallelDrafter:
         )
         plan.bind(forward_batch, self.runner.kv_index_translator, cols=columns)
         with torch.inference_mode(), draft_tp_context(self.layout):
-            output = self.runner.forward(forward_batch).logits_output
-        return output.hidden_states.view(requests, nodes, -1)
+            output = self.runner.forward(forward_batch)
+        return output.logits_output.hidden_states.view(requests, nodes, -1), output.can_run_graph
 
 
 def _columns(requests: int, nodes: int, budget: int, device) -> torch.Tensor:
