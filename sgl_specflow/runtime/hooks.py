@@ -27,6 +27,7 @@ def required_hooks() -> list[Hook]:
     from sglang.srt.platforms import current_platform
 
     from sgl_specflow.runtime import (
+        cpu_gdn_ops,
         cpu_ops,
         cpu_platform,
         penalties,
@@ -46,7 +47,7 @@ def required_hooks() -> list[Hook]:
         *request_checks.HOOKS,
     ]
     if isinstance(current_platform, cpu_platform.CpuReferencePlatform):
-        hooks += cpu_ops.HOOKS
+        hooks += [*cpu_ops.HOOKS, *cpu_gdn_ops.HOOKS]
     return [Hook(*hook) for hook in hooks]
 
 
