@@ -124,6 +124,20 @@ def test_bfloat16_is_summed_in_float32(implementation):
     assert (out.double() - exact).norm() / exact.norm() < 3e-3
 
 
+def test_ancestors_are_rounded_to_the_window_as_plain_decoding_would(implementation):
+    rows = [parents("chain", 8)]
+    x, window, inputs, slots, weight, _ = make(rows, 24, torch.float32)
+    window, inputs = window.half(), inputs.half()
+    out = tree_conv(
+        x, window[0], slots, nearest_ancestors(trees(rows), 3), weight, inputs=inputs[0], implementation=implementation
+    )
+    line = torch.cat([window[0, int(slots[0])].float(), x.half().float().T], 1)
+    for i in range(8):
+        taps = torch.cat([line[:, i : i + 3], x[i][:, None]], 1)
+        torch.testing.assert_close(out[i], F.silu((taps * weight).sum(1)), rtol=1e-5, atol=1e-5)
+    assert torch.equal(inputs[0, 0], x.half())
+
+
 def test_wrong_shapes_are_refused_by_name():
     rows = [parents("wide", 9)]
     x, window, _, slots, weight, _ = make(rows, 24, torch.float32)

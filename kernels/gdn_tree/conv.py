@@ -67,12 +67,14 @@ def tree_conv(
 ) -> torch.Tensor:
     """Depthwise causal convolution of R requests' N nodes along their own paths; sums in float32.
 
+    Ancestors are rounded to the window's dtype, from which plain decoding would read them.
+
     x           [R * N, C], last stride 1
     window      [slots, C, K - 1]: committed inputs, the oldest first (SGLang's conv_state). Read only.
     slots       [R] int32; a negative one leaves the request out (zeros)
     table       [R, N, K - 1] int32, from `nearest_ancestors`
     weight      [C, K], the newest input's last; bias [C] or None; activation "silu" ("swish") or None
-    inputs      [at least R, at least N, C] of x's dtype: receives x, for `commit_windows`
+    inputs      [at least R, at least N, C] of the window's dtype: receives x, for `commit_windows`
     out         [R * N, C] contiguous; written and returned, allocated where None
 
     Raises ValueError for shapes that break this contract.
@@ -85,7 +87,7 @@ def tree_conv(
         or window.shape[1:] != (x.shape[1], history)
         or slots.shape != (requests,)
         or activation not in ("silu", "swish", None)
-        or (inputs is not None and (inputs.dtype != x.dtype or inputs.stride(-1) != 1))
+        or (inputs is not None and (inputs.dtype != window.dtype or inputs.stride(-1) != 1))
     ):
         raise ValueError(
             f"gdn_tree: tree_conv takes x [R * N, C], window [slots, C, K - 1], slots [R], table [R, N, K - 1], weight "
@@ -201,7 +203,7 @@ def _tree_conv_naive(x, window, slots, table, weight, bias, activation, inputs, 
     if inputs is not None:
         inputs[:requests, :nodes] = rows
     committed = window[slots.clamp(min=0).long()].transpose(1, 2)  # [R, K - 1, C]
-    source = torch.cat([committed.to(x.dtype), rows], 1).to(exact)
+    source = torch.cat([committed, rows.to(window.dtype)], 1).to(exact)
     # The t-th newest committed input, table entry -1 - t, stands at history - 1 - t; node i at history + i.
     index = (table.long() + history)[..., None].expand(-1, -1, -1, x.shape[1])
     total = rows.to(exact) * weight[:, -1].to(exact)
@@ -283,7 +285,7 @@ def _tree_conv_kernel(
         drafted = tl.load(x + above * stride_x + channel, mask=mask & live & inside, other=0.0)
         before = tl.load(committed + (HISTORY + node) * stride_history, mask=mask & live & (node < 0), other=0.0)
         tap = tl.load(taps + (HISTORY - 1 - t) * stride_tap, mask=mask, other=0.0).to(tl.float32)
-        total += tl.where(inside, drafted.to(tl.float32), before.to(tl.float32)) * tap
+        total += tl.where(inside, drafted.to(window.dtype.element_ty), before).to(tl.float32) * tap
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
     if SILU:
@@ -291,7 +293,7 @@ def _tree_conv_kernel(
     tl.store(out + row.to(tl.int64) * channels + channel, tl.where(live, total, 0.0), mask=mask)
     if KEEP:
         kept = inputs + request.to(tl.int64) * stride_inputs_request + (row % nodes) * stride_inputs_node
-        tl.store(kept + channel, own, mask=mask & live)
+        tl.store(kept + channel, own.to(inputs.dtype.element_ty), mask=mask & live)
 
 
 @triton.jit

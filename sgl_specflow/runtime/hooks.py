@@ -30,6 +30,8 @@ def required_hooks() -> list[Hook]:
         cpu_gdn_ops,
         cpu_ops,
         cpu_platform,
+        gdn_backend,
+        gdn_state,
         penalties,
         request_checks,
         start_checks,
@@ -43,6 +45,8 @@ def required_hooks() -> list[Hook]:
         *tree_memory.HOOKS,
         *tree_input.HOOKS,
         *tree_backend.HOOKS,
+        *gdn_state.HOOKS,
+        *gdn_backend.HOOKS,
         *penalties.HOOKS,
         *request_checks.HOOKS,
     ]

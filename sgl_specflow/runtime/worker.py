@@ -18,6 +18,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sgl_specflow.commit import CommitPlan, plan_commit
 from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.runtime.gdn_backend import GdnCommit
 from sgl_specflow.runtime.parallel_drafter import ParallelDrafter
 from sgl_specflow.runtime.settings import Options, TreeSettings
 from sgl_specflow.runtime.simulate import simulated_choice
@@ -50,6 +51,7 @@ class TreeWorker(BaseSpecWorker):
         self.drafter = ParallelDrafter(self.settings, server_args, gpu_id, nccl_port, target_worker)
         self._draft_worker = self.drafter.worker
         self.verifier = TreeVerifier(target_worker)
+        self.gdn = GdnCommit(self.model_runner)
 
     def __getattr__(self, name):
         # The scheduler asks its worker for things that only the target worker has.
@@ -140,6 +142,7 @@ class TreeWorker(BaseSpecWorker):
             self._log_probs(batch, verdict, accepted, choice)
         new_lengths = window.committed_length + accepted.length
         self._commit(window, verdict, accepted)
+        self.gdn.on_accepted(batch, window, accepted)
         if on_publish is not None:
             on_publish(new_lengths)
         return GenerationBatchResult(
