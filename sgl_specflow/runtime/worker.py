@@ -20,6 +20,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.kernels.tree_step import Commit, accept_and_plan
 from sgl_specflow.runtime.commit_graph import CommitGraphs
+from sgl_specflow.runtime.gdn_backend import GdnCommit
 from sgl_specflow.runtime.parallel_drafter import ParallelDrafter
 from sgl_specflow.runtime.settings import Options, TreeSettings
 from sgl_specflow.runtime.simulate import simulated_choice
@@ -54,6 +55,7 @@ class TreeWorker(BaseSpecWorker):
         self._draft_worker = self.drafter.worker
         self.verifier = TreeVerifier(target_worker)
         self.commit_graphs: CommitGraphs | None = None
+        self.gdn = GdnCommit(self.model_runner)
 
     def __getattr__(self, name):
         # The scheduler asks its worker for things that only the target worker has.
@@ -168,6 +170,7 @@ class TreeWorker(BaseSpecWorker):
         self.verifier.penalties.commit(batch.reqs, accepted)
         if batch.return_logprob:
             self._log_probs(batch, verdict, accepted, choice)
+        self.gdn.on_accepted(batch, window, accepted)
         if on_publish is not None:
             on_publish(new_lengths)
         return GenerationBatchResult(
