@@ -24,7 +24,7 @@ EPS = 1e-6
 def norm_with_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + 1e-6) * weight + bias over the last dimension, in float32 at least, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight + bias).to(x.dtype)
+    return (F.rms_norm(wide, wide.shape[-1:], eps=EPS) * weight + bias).to(x.dtype)
 
 
 def rotary_table(config: WeaverConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,11 @@ class ReferenceWeaver:
                 softmax) of the P candidates one deeper than the node.
             pool_rows: [R, N, P, d_model], the LM head's rows of those candidates.
         """
-        query = self._linear(self._norm(states, "out_norm"), "lm_head_query_in")
-        return pool_scores + (pool_rows @ query[..., None])[..., 0]
+        return pool_scores + (pool_rows @ self.query(states)[..., None])[..., 0]
+
+    def query(self, states: Tensor) -> Tensor:
+        """What a state asks of the LM head's rows: [..., d_rank] -> [..., d_model]."""
+        return self._linear(self._norm(states, "out_norm"), "lm_head_query_in")
 
     def _attention(self, block: str, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         qkv = self._linear(self._norm(x, f"{block}.norm_attn"), f"{block}.qkv_proj")
