@@ -25,6 +25,8 @@ from sgl_specflow.tree.token_tree import pack_bits
 class ParallelDrafter:
     """Drafts a token tree a request from one pass of the head (two with path refresh)."""
 
+    wants_final_hidden = False
+
     def __init__(self, settings: TreeSettings, server_args, gpu_id: int, nccl_port: int, target_worker):
         self.settings = settings
         runner = target_worker.model_runner
@@ -97,16 +99,20 @@ class ParallelDrafter:
         """A tree of `budget` nodes a request. max_depth int64 [R] caps single requests (0: the anchor only)."""
         settings = self.settings
         requests = window.anchor.numel()
-        tokens = torch.full((requests, settings.block), settings.mask_token, device=window.anchor.device)
-        tokens[:, 0] = window.anchor
-        depth = self.block_depth.expand(requests, -1)
-        hidden = self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
-        rows = hidden[:, 1 : settings.depth + 1].flatten(0, 1)
+        rows = self._run_masks(batch, window)[:, 1 : settings.depth + 1].flatten(0, 1)
         log_probs, candidates, _ = self.vocabulary.best(rows, settings.width)
         shape = (requests, settings.depth, -1)
         first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
         tree = build_tree(window.anchor, log_probs.view(shape), candidates.view(shape), first_budget, max_depth)
         return self._refresh(batch, window, tree, max_depth) if settings.path_refresh else tree
+
+    def _run_masks(self, batch, window: StepWindow) -> torch.Tensor:
+        """The head over [anchor, mask, ...]: hidden [R, block, H]; row i >= 1 predicts the token at anchor + i."""
+        requests = window.anchor.numel()
+        tokens = torch.full((requests, self.settings.block), self.settings.mask_token, device=window.anchor.device)
+        tokens[:, 0] = window.anchor
+        depth = self.block_depth.expand(requests, -1)
+        return self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
 
     def _refresh(self, batch, window: StepWindow, tree: TokenTree, limits: torch.Tensor | None) -> TokenTree:
         """Re-score half a tree on its own branches and grow it to the whole budget."""
