@@ -7,6 +7,7 @@ COMMANDS = {
     "gdn": "Gated Delta Net tree verify against SGLang's recurrent one, on a GPU",
     "lossless": "greedy tree decoding against plain decoding, token for token",
     "tree_attention": "tree attention against SGLang's tree verify, on a GPU",
+    "weaver": "the Weaver's construction of trees in a CUDA graph, on a GPU",
 }
 
 

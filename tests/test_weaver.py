@@ -5,13 +5,14 @@ import os
 
 import pytest
 import torch
+from sgl_specflow.eval import weaver as weaver_benchmark
 from test_conditional_tree import paths_of
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.make import head_config
 from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, WeaverConfig, load_weaver, save_weaver
-from sgl_specflow.drafter.weaver.checkpoint import find_weaver, load_weaver_config
+from sgl_specflow.drafter.weaver.checkpoint import expected_shapes, find_weaver, load_weaver_config
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.tree import build_conditional_tree
 
@@ -272,6 +273,34 @@ def test_a_shallower_tree_reads_a_shorter_prefix_and_fewer_pools(case):
     )
     tree.check()
     assert tree.depth.max() == 3
+
+
+def test_the_benchmarks_shape_has_the_published_size():
+    shapes = expected_shapes(weaver_benchmark.SHAPE).values()
+    assert round(sum(torch.Size(shape).numel() for shape in shapes) / 1e6, 1) == 56.7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
+def test_a_cuda_graph_holds_the_whole_construction():
+    """Captured once and replayed on other inputs: the trees of a plain run."""
+    config = weaver_config(d_model=128, d_embed=128, d_rank=128)
+    weaver = weaver_benchmark.make_weaver(config, 500, "cuda", torch.float32)
+    first, second = (weaver_benchmark.make_inputs(config, 500, 3, "cuda", torch.float32) for _ in range(2))
+    held = tuple(tensor.clone() for tensor in first)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        weaver.build_tree(*held, 64, 8, 12)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tree = weaver.build_tree(*held, 64, 8, 12)
+    for inputs in (first, second):
+        for place, tensor in zip(held, inputs):
+            place.copy_(tensor)
+        graph.replay()
+        expected = weaver.build_tree(*inputs, 64, 8, 12)
+        expected.check()
+        assert torch.equal(tree.token, expected.token) and torch.equal(tree.parent, expected.parent)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
