@@ -17,7 +17,7 @@ class Expansion:
     """n nodes that a round takes, of R requests. They occupy slots `first_slot` .. `first_slot + n - 1`.
 
     A slot is a node's place in the order of selection, the root's is 0. Dead nodes (fewer were left than a round
-    takes) have score -inf, the root's token and slot 0 as parent; what the drafter says of them is ignored.
+    takes) have score -inf, and any token and parent; what the drafter says of them is ignored.
 
     Attributes:
         first_slot: int.
@@ -77,90 +77,73 @@ def build_conditional_tree(
     """
     _check_arguments(root_token, pool_tokens, budget, width, children, max_depth)
     requests, depths, pool = pool_tokens.shape
-    device = root_token.device
     limit = torch.full_like(root_token, depths) if max_depth is None else max_depth.clamp(max=depths)
-    zero = torch.zeros(requests, 1, dtype=torch.int64, device=device)
-    nodes = Expansion(0, root_token[:, None], zero, zero, torch.zeros(requests, 1, device=device))
-    taken = [nodes]
-    empty = zero[:, :0]
-    frontier = Expansion(-1, empty, empty, empty, nodes.score[:, :0])
-    count = 1
+    zero = torch.zeros_like(root_token[:, None])
+    # Fields of nodes and of frontier entries: int64 [3, R, n], token, parent's slot, depth.
+    fields, score = torch.stack((root_token[:, None], zero, zero)), zero.to(torch.float32)
+    taken = [(fields, score)]
+    frontier = fields[:, :, :0], score[:, :0]
+    first_slot, count = 0, 1
     while count < budget:
         wanted = budget - count
-        new = _children_of(nodes, log_probs_of(nodes), pool_tokens, limit, min(children, pool, wanted))
-        frontier = _best(frontier, new, wanted)
+        nodes = Expansion(first_slot, *fields, score)
+        children_of_nodes = _children_of(nodes, log_probs_of(nodes), pool_tokens, limit, min(children, pool, wanted))
+        frontier = _best(frontier, children_of_nodes, wanted)
         now = min(width, wanted)
-        nodes = _cut(frontier, count, 0, now)
-        nodes.token = torch.where(nodes.score > -torch.inf, nodes.token, root_token[:, None])
-        taken.append(nodes)
-        frontier = _cut(frontier, -1, now, None)
-        count += now
-    return _lay_out(taken, depths)
+        fields, score = _first(frontier, now)
+        taken.append((fields, score))
+        frontier = tuple(part[..., now:] for part in frontier)
+        first_slot, count = count, count + now
+    return _lay_out(root_token, *(torch.cat(part, dim=-1) for part in zip(*taken)), depths)
 
 
-def _children_of(nodes: Expansion, log_probs, pool_tokens, limit, keep: int) -> Expansion:
-    """The `keep` likeliest children of each node, parents in slot order, flattened to [R, n * keep]."""
+def _children_of(nodes: Expansion, log_probs, pool_tokens, limit, keep: int):
+    """The `keep` likeliest children of each node, parents in slot order: fields [3, R, n * keep] and their scores."""
     requests, count, _ = log_probs.shape
     log_probs = log_probs.float().nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf).clamp(max=0.0)
     # Stable: equal candidates keep pool order. topk leaves ties undefined.
     best, place = log_probs.sort(dim=2, descending=True, stable=True)
     best, place = best[:, :, :keep], place[:, :, :keep]
-    score = nodes.score[:, :, None] + best
-    score = score.masked_fill((nodes.depth >= limit[:, None])[:, :, None], -torch.inf)
+    score = (nodes.score[:, :, None] + best).masked_fill((nodes.depth >= limit[:, None])[:, :, None], -torch.inf)
     # A node at the greatest depth has no pool; its children are masked above.
     level = nodes.depth.clamp(max=pool_tokens.shape[1] - 1)
     token = pool_tokens.flatten(1).gather(1, (level[:, :, None] * pool_tokens.shape[2] + place).flatten(1))
     slot = torch.arange(nodes.first_slot, nodes.first_slot + count, device=token.device)
-    parent = slot[:, None].expand(requests, count, keep)
-    depth = (nodes.depth + 1)[:, :, None].expand(-1, -1, keep)
-    return Expansion(-1, token, parent.flatten(1), depth.flatten(1), score.flatten(1))
+    parent = slot[:, None].expand(requests, count, keep).flatten(1)
+    depth = (nodes.depth + 1)[:, :, None].expand(-1, -1, keep).flatten(1)
+    return torch.stack((token, parent, depth)), score.flatten(1)
 
 
-def _best(frontier: Expansion, new: Expansion, keep: int) -> Expansion:
+def _best(frontier, new, keep: int):
     """The best `keep` entries, in order. Stable: the frontier is in order and its parents are the earlier ones."""
-    score, order = torch.cat((frontier.score, new.score), 1).sort(dim=1, descending=True, stable=True)
-    order = order[:, :keep]
-    pick = lambda old, added: torch.cat((old, added), 1).gather(1, order)
-    return Expansion(
-        -1,
-        pick(frontier.token, new.token),
-        pick(frontier.parent, new.parent),
-        pick(frontier.depth, new.depth),
-        score[:, :keep],
-    )
+    score, order = torch.cat((frontier[1], new[1]), 1).sort(dim=1, descending=True, stable=True)
+    fields = torch.cat((frontier[0], new[0]), 2).gather(2, order[:, :keep].expand(3, -1, -1))
+    return fields, score[:, :keep]
 
 
-def _cut(entries: Expansion, first_slot: int, start: int, end: int | None) -> Expansion:
-    """Entries start..end of each request. Ranges past the end (a frontier shorter than a round) are filled with dead
-    ones."""
-    missing = 0 if end is None else max(0, end - entries.score.shape[1])
-    pad = lambda field, value: torch.nn.functional.pad(field[:, start:end], (0, missing), value=value)
-    return Expansion(
-        first_slot,
-        pad(entries.token, 0),
-        pad(entries.parent, 0),
-        pad(entries.depth, 0),
-        pad(entries.score, -torch.inf),
-    )
+def _first(entries, count: int):
+    """The first `count` entries, dead ones added where there are fewer."""
+    fields, score = (part[..., :count] for part in entries)
+    missing = count - score.shape[1]
+    if missing:
+        pad = torch.nn.functional.pad
+        fields, score = pad(fields, (0, missing)), pad(score, (0, missing), value=-torch.inf)
+    return fields, score
 
 
-def _lay_out(taken: list[Expansion], depths: int) -> TokenTree:
+def _lay_out(root_token, fields, score, depths: int) -> TokenTree:
     """From the order of selection to the order of depth, dead nodes last."""
-    token, parent, depth, score = (
-        torch.cat([getattr(nodes, name) for nodes in taken], dim=1) for name in ("token", "parent", "depth", "score")
-    )
     alive = score > -torch.inf
-    order = torch.where(alive, depth, depths + 1).sort(dim=1, stable=True).indices
-    node_of_slot = torch.zeros_like(order).scatter(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
+    order = torch.where(alive, fields[2], depths + 1).sort(dim=1, stable=True).indices
+    node = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    node_of_slot = torch.zeros_like(order).scatter(1, order, node)
     alive = alive.gather(1, order)
-    parent = node_of_slot.gather(1, parent.gather(1, order)).masked_fill(~alive, -1)
-    parent[:, 0] = -1
+    token, parent, depth = fields.gather(2, order.expand(3, -1, -1))
+    parent = node_of_slot.gather(1, parent).masked_fill(~alive | (node == 0), -1)
     return TokenTree(
-        token=token.gather(1, order),
+        token=torch.where(alive, token, root_token[:, None]),
         parent=parent,
-        depth=depth.gather(1, order).masked_fill(~alive, 0),
+        depth=depth.masked_fill(~alive, 0),
         ancestors=ancestor_bits(parent, max_depth=depths),
         node_count=alive.sum(1),
     )

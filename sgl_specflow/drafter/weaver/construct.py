@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_specflow.drafter.weaver.config import WeaverConfig
-from sgl_specflow.drafter.weaver.reference import EPS, norm_with_bias, rotary_table, rotate
+from sgl_specflow.drafter.weaver.reference import EPS, norm_with_bias, rotary_table
 from sgl_specflow.tree import Expansion, TokenTree, build_conditional_tree
 
 TABLE_ROWS = 16384  # vocabulary rows that are projected at once when the tables are made
@@ -52,8 +52,11 @@ class FoldedWeaver:
         self.token_table = torch.cat([self._token_rows(part, tensors) for part in embedding.split(TABLE_ROWS)])
         rows, biases = zip(*(self._query_rows(part, tensors) for part in lm_head.split(TABLE_ROWS)))
         self.query_table, self.query_bias = torch.cat(rows), torch.cat(biases)
-        positions = torch.arange(config.depth + 2, device=device)
-        self.cos, self.sin = rotary_table(config, positions, wide)
+        cos, sin = rotary_table(config, torch.arange(config.depth + 2, device=device), wide)
+        # Of a position: what a head is multiplied with, and what its swapped halves are.
+        self.turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+        self.seen = torch.zeros((), dtype=dtype, device=device)
+        self.hidden = torch.full((), -torch.inf, dtype=dtype, device=device)
 
     def _token_rows(self, embedding: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         x = norm_with_bias(embedding.to(self.wide), tensors["embed_norm.weight"], tensors["embed_norm.bias"])
@@ -92,36 +95,52 @@ class FoldedWeaver:
             pool_scores: float32 [R, D, P], the head's logits or log-probabilities of them.
             budget, width, children, max_depth: as in `build_conditional_tree`.
         """
-        state = _Construction(self, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, budget)
-        state.temperature = temperature
+        state = _Construction(
+            self, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, budget, temperature
+        )
         return build_conditional_tree(anchor, pool_tokens, state.log_probs, budget, width, children, max_depth)
 
 
 class _Construction:
-    """What the adapter remembers while one batch of trees grows."""
+    """What the adapter remembers while one batch of trees grows.
+
+    Places 0.. of the key and value buffers are the prefix's, then the nodes' by slot. Attention runs over a whole
+    number of eights of them, which its kernels want of a mask; what is not written yet is zero and masked.
+    """
 
     def __init__(
-        self, weaver: FoldedWeaver, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, budget
+        self,
+        weaver: FoldedWeaver,
+        anchor,
+        committed_hidden,
+        proposal_hidden,
+        pool_tokens,
+        pool_scores,
+        budget,
+        temperature,
     ):
-        config = weaver.config
-        self.weaver = weaver
-        self.pool_tokens, self.pool_scores = pool_tokens, pool_scores
+        config, device = weaver.config, anchor.device
+        self.weaver, self.temperature = weaver, temperature
+        self.pool_tokens = pool_tokens
+        self.pool_scores = pool_scores + weaver.query_bias[pool_tokens]
         requests, self.prefix = anchor.shape[0], proposal_hidden.shape[1] + 1
-        shape = (config.num_layers, requests, config.num_heads, self.prefix + budget, config.head_dim)
-        self.keys = torch.empty(shape, dtype=weaver.dtype, device=anchor.device)
-        self.values = torch.empty_like(self.keys)
-        # Row s: what the node in slot s attends to, the prefix first.
-        self.visible = torch.zeros(requests, budget, self.prefix + budget, dtype=torch.bool, device=anchor.device)
-        self.own = torch.eye(budget, self.prefix + budget, dtype=torch.bool, device=anchor.device).roll(self.prefix, 1)
-        self.whole_prefix = torch.arange(self.prefix + budget, device=anchor.device) < self.prefix
-        self._run_prefix(committed_hidden, proposal_hidden)
+        places = _whole_eights(self.prefix + budget)
+        shape = (config.num_layers, requests, config.num_heads, places, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=weaver.dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        # Row s: the places that the node in slot s attends to.
+        self.visible = torch.zeros(requests, budget, places, dtype=torch.bool, device=device)
+        place = torch.arange(places, device=device)
+        self.own = place == self.prefix + torch.arange(budget, device=device)[:, None]
+        self.whole_prefix = place < self.prefix
+        self._run_prefix(committed_hidden, proposal_hidden, place)
 
-    def _run_prefix(self, committed_hidden, proposal_hidden) -> None:
+    def _run_prefix(self, committed_hidden, proposal_hidden, place) -> None:
         weaver, length = self.weaver, self.prefix
         hidden = torch.cat((committed_hidden[:, None].to(weaver.dtype), proposal_hidden.to(weaver.dtype)), dim=1)
         x = F.linear(_normed(hidden), *weaver.proposal)
-        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        self._run(x, weaver.cos[:length], weaver.sin[:length], 0, mask)
+        causal = place[: _whole_eights(length)] <= place[:length, None]
+        self._run(x, weaver.turn[:length], 0, causal.expand(x.shape[0], 1, -1, -1))
 
     def log_probs(self, nodes: Expansion) -> Tensor:
         """[R, n, P] for `build_conditional_tree`."""
@@ -134,28 +153,32 @@ class _Construction:
             parents = nodes.parent[:, :, None].expand(-1, -1, self.visible.shape[2])
             visible = self.visible.gather(1, parents) | own
         self.visible[:, first : first + count] = visible
-        end = self.prefix + first + count
 
         # A dead node may stand deeper than K; what it says is ignored.
-        position = (nodes.depth + 1).clamp(max=weaver.cos.shape[0] - 1)
+        position = (nodes.depth + 1).clamp(max=weaver.turn.shape[0] - 1)
         x = F.embedding(nodes.token, weaver.token_table)
-        cos, sin = weaver.cos[position][:, None], weaver.sin[position][:, None]
-        x = self._run(x, cos, sin, self.prefix + first, visible[:, None, :, :end])
+        end = _whole_eights(self.prefix + first + count)
+        x = self._run(x, weaver.turn[position], self.prefix + first, visible[:, None, :, :end])
         return self._score(_normed(x), nodes.depth)
 
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, first: int, mask: Tensor) -> Tensor:
-        """The blocks over x [R, n, d_rank], whose keys and values go to places first.. of the buffers."""
-        config = self.weaver.config
+    def _run(self, x: Tensor, turn: Tensor, first: int, visible: Tensor) -> Tensor:
+        """The blocks over x [R, n, d_rank], whose keys and values go to places first.. of the buffers.
+
+        turn [(R,) n, 2, head_dim] rotates; visible bool [R, 1, n, places] says what each entry attends to.
+        """
+        weaver, config = self.weaver, self.weaver.config
         requests, count = x.shape[:2]
-        end = first + count
-        for layer, block in enumerate(self.weaver.blocks):
+        end = visible.shape[3]
+        cos, sin = (turn[..., part, :].unsqueeze(-2).unsqueeze(-2) for part in (0, 1))
+        mask = torch.where(visible, weaver.seen, weaver.hidden)
+        for layer, block in enumerate(weaver.blocks):
             qkv = F.linear(_normed(x), *block["qkv"]).view(requests, count, 3, config.num_heads, config.head_dim)
-            qk, v = qkv[:, :, :2], qkv[:, :, 2]
-            q, k = rotate(qk.permute(2, 0, 3, 1, 4), cos, sin)
-            self.keys[layer, :, :, first:end] = k
-            self.values[layer, :, :, first:end] = v.transpose(1, 2)
+            qk = qkv[:, :, :2]
+            q, k = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin).transpose(1, 3).unbind(2)
+            self.keys[layer, :, :, first : first + count] = k
+            self.values[layer, :, :, first : first + count] = qkv[:, :, 2].transpose(1, 2)
             mixed = F.scaled_dot_product_attention(
-                q, self.keys[layer, :, :, :end], self.values[layer, :, :, :end], attn_mask=mask
+                q.to(weaver.dtype), self.keys[layer, :, :, :end], self.values[layer, :, :, :end], attn_mask=mask
             )
             x = x + F.linear(mixed.transpose(1, 2).flatten(2), block["o"])
             gate, up = F.linear(_normed(x), *block["gate_up"]).chunk(2, dim=-1)
@@ -164,14 +187,15 @@ class _Construction:
 
     def _score(self, query: Tensor, depth: Tensor) -> Tensor:
         """Log-probabilities [R, n, P] over the pools one deeper than the nodes, from normed states [R, n, d_rank]."""
-        weaver = self.weaver
         _, depths, pool = self.pool_tokens.shape
         level = depth.clamp(max=depths - 1)[:, :, None].expand(-1, -1, pool)
-        tokens = self.pool_tokens.gather(1, level)
-        rows = F.embedding(tokens, weaver.query_table)
-        residual = (rows @ query[..., None])[..., 0].to(weaver.wide) + weaver.query_bias[tokens]
-        logits = self.pool_scores.gather(1, level) + residual
-        return (logits / self.temperature).log_softmax(-1)
+        rows = F.embedding(self.pool_tokens.gather(1, level), self.weaver.query_table)
+        logits = self.pool_scores.gather(1, level) + (rows @ query[..., None])[..., 0]
+        return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+
+
+def _whole_eights(count: int) -> int:
+    return -(-count // 8) * 8
 
 
 def _normed(x: Tensor) -> Tensor:
