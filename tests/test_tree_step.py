@@ -192,6 +192,7 @@ TOKEN_CASES = [  # rows, vocabulary, width, dtype, scale, cap, kind
     (2, 2048, 4, torch.float32, 1.0, 0.0, "edges"),
     (1, 20, 20, torch.float32, 1.0, 0.0, "random"),
     (2, 1500, 256, torch.float32, 1.0, 0.0, "random"),
+    (1, 150000, 64, torch.float32, 1.0, 0.0, "random"),
     (2, 2500, 8, torch.bfloat16, 1.0, 0.0, "random"),
 ]
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+MAX_KERNEL_WIDTH = 64
 _BLOCK = 1024
 _MOST_KEYS = 8192
 
@@ -27,12 +28,13 @@ def best_tokens(
         values float32 [N, width], descending; tokens int64 [N, width], the smaller first where values are equal; and the
         rows' log-sum-exp, float32 [N]. A NaN counts as -inf. No host synchronisation.
     """
-    if logits.device.type == "cpu" and not _interpreting():
+    # The kernels take a pass over their keys for each token: many are better selected by torch's radix sort.
+    if width > MAX_KERNEL_WIDTH or (logits.device.type == "cpu" and not _interpreting()):
         return _best_tokens_torch(logits, width, scale, cap)
     rows, vocabulary = logits.shape
     # Fewer, longer parts where the merge would have to hold too many candidates.
     block = _BLOCK
-    while triton.cdiv(vocabulary, block) * width > _MOST_KEYS and block < 16384:
+    while triton.cdiv(vocabulary, block) * width > _MOST_KEYS:
         block *= 2
     parts = triton.cdiv(vocabulary, block)
     kept = min(width, block)

@@ -14,13 +14,14 @@ class DraftTail:
     """The tail of one drafter's graphs, and the trees of the last replay.
 
     Args:
-        trees: function of (anchors int64 [R], hidden [R, block, H], limits int64 [R], out TokenTree) that fills `out`.
+        grow: function of (anchors int64 [R], hidden [R, block, H], rows [R] of the request table, limits int64 [R], out
+            TokenTree) that fills `out`.
         requests: the greatest batch that is captured.
         budget: nodes of a tree. block: queries of the head's pass a request. depth: the greatest depth.
     """
 
-    def __init__(self, trees, requests: int, budget: int, block: int, depth: int, device: torch.device):
-        self._build, self._block, self._depth = trees, block, depth
+    def __init__(self, grow, requests: int, budget: int, block: int, depth: int, device: torch.device):
+        self._grow, self._block, self._depth = grow, block, depth
         self._trees = empty_tree(requests, budget, device)
         self._limits = torch.full((requests,), depth, dtype=torch.int64, device=device)
         self._limited = False
@@ -30,7 +31,8 @@ class DraftTail:
         requests = num_tokens // self._block
         hidden = output.hidden_states.view(requests, self._block, -1)
         anchors = forward_batch.input_ids.view(requests, self._block)[:, 0].contiguous()
-        self._build(anchors, hidden, self._limits[:requests], self.trees(requests))
+        rows = forward_batch.req_pool_indices
+        self._grow(anchors, hidden, rows, self._limits[:requests], self.trees(requests))
 
     def set_limits(self, limits: torch.Tensor | None) -> None:
         """Before a replay: limits int64 [R] on single requests' depth, or None."""

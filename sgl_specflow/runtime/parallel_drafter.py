@@ -29,6 +29,8 @@ from sgl_specflow.tree.token_tree import pack_bits
 class ParallelDrafter:
     """Drafts a token tree a request from one pass of the head (two with path refresh)."""
 
+    wants_final_hidden = False
+
     def __init__(self, settings: TreeSettings, server_args, gpu_id: int, nccl_port: int, target_worker):
         self.settings = settings
         runner = target_worker.model_runner
@@ -106,25 +108,36 @@ class ParallelDrafter:
 
     def draft(self, batch, window: StepWindow, max_depth: torch.Tensor | None) -> TokenTree:
         """A tree of `budget` nodes a request. max_depth int64 [R] caps single requests (0: the anchor only)."""
-        settings = self.settings
-        requests = window.anchor.numel()
-        tokens = torch.full((requests, settings.block), settings.mask_token, device=window.anchor.device)
-        tokens[:, 0] = window.anchor
-        depth = self.block_depth.expand(requests, -1)
         if self.tail is not None:
             self.tail.set_limits(max_depth)
-        hidden, replayed = self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
+        hidden, replayed = self._run_masks(batch, window)
         if replayed and self.tail is not None:
-            tree = self.tail.trees(requests)
+            tree = self.tail.trees(window.anchor.numel())
         else:
-            tree = self._grow(window.anchor, hidden, max_depth)
-        return self._refresh(batch, window, tree, max_depth) if settings.path_refresh else tree
+            tree = self._grow(window.anchor, hidden, batch.req_pool_indices, max_depth)
+        return self._refresh(batch, window, tree, max_depth) if self.settings.path_refresh else tree
 
-    def _grow(self, anchors, hidden, limits: torch.Tensor | None, out: TokenTree | None = None) -> TokenTree:
-        """The tree of the head's marginals: anchors int64 [R], hidden [R, block, H], limits int64 [R] or None."""
+    def _run_masks(self, batch, window: StepWindow) -> tuple[torch.Tensor, bool]:
+        """The head over [anchor, mask, ...]: hidden [R, block, H], whose row i >= 1 predicts the token at anchor + i, and
+        whether the pass was a graph replay."""
+        requests = window.anchor.numel()
+        tokens = torch.full((requests, self.settings.block), self.settings.mask_token, device=window.anchor.device)
+        tokens[:, 0] = window.anchor
+        depth = self.block_depth.expand(requests, -1)
+        return self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
+
+    def _grow(
+        self,
+        anchors: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        limits: torch.Tensor | None,
+        out: TokenTree | None = None,
+    ) -> TokenTree:
+        """The tree of one pass: anchors int64 [R], hidden [R, block, H], rows [R] of the request table, limits int64 [R]
+        on the depth or None. A CUDA graph may hold it."""
         settings = self.settings
-        rows = hidden[:, 1 : settings.depth + 1].flatten(0, 1)
-        log_probs, candidates, _ = self.vocabulary.best(rows, settings.width)
+        log_probs, candidates, _ = self.vocabulary.best(hidden[:, 1 : settings.depth + 1].flatten(0, 1), settings.width)
         shape = (anchors.numel(), settings.depth, -1)
         return tree_from_marginals(
             anchors, log_probs.view(shape), candidates.view(shape), self.first_budget, limits, out=out

@@ -27,6 +27,7 @@ from sgl_specflow.runtime.simulate import simulated_choice
 from sgl_specflow.runtime.start_checks import draft_folder
 from sgl_specflow.runtime.step import StepWindow
 from sgl_specflow.runtime.verifier import TreeVerifier, Verdict
+from sgl_specflow.runtime.weaver_drafter import WeaverDrafter
 from sgl_specflow.tree import TokenTree
 from sgl_specflow.verify import Accepted
 
@@ -51,7 +52,8 @@ class TreeWorker(BaseSpecWorker):
         )
         self.speculative_num_draft_tokens = self.settings.budget
         self.model_runner.spec_algorithm.draft_block = self.settings.block
-        self.drafter = ParallelDrafter(self.settings, server_args, gpu_id, nccl_port, target_worker)
+        drafter_class = WeaverDrafter if self.settings.adapter else ParallelDrafter
+        self.drafter = drafter_class(self.settings, server_args, gpu_id, nccl_port, target_worker)
         self._draft_worker = self.drafter.worker
         self.verifier = TreeVerifier(target_worker)
         self.commit_graphs: CommitGraphs | None = None
@@ -136,6 +138,8 @@ class TreeWorker(BaseSpecWorker):
         hidden = result.logits_output.hidden_states[: slots.numel()]
         self.drafter.write_context(hidden, slots, self._prefill_positions(batch))
         result.logits_output.hidden_states = None
+        if self.drafter.wants_final_hidden:
+            self.drafter.remember_prefill(batch, result.logits_output)
         self.verifier.penalties.start(batch.reqs, result.next_token_ids)
         result.next_draft_input = make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
         return result
@@ -171,6 +175,8 @@ class TreeWorker(BaseSpecWorker):
         if batch.return_logprob:
             self._log_probs(batch, verdict, accepted, choice)
         self.gdn.on_accepted(batch, window, accepted)
+        if self.drafter.wants_final_hidden:
+            self.drafter.remember_accepted(batch, verdict.final_hidden, accepted)
         if on_publish is not None:
             on_publish(new_lengths)
         return GenerationBatchResult(
