@@ -10,8 +10,27 @@ import torch
 
 from sgl_specflow.commit import CommitPlan
 from sgl_specflow.kernels.tree_step import Commit, accept_and_plan, empty_tree
-from sgl_specflow.tree import TokenTree
+from sgl_specflow.tree import TokenTree, ancestor_bits
 from sgl_specflow.verify import Accepted
+
+
+def cuda_recorder() -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A function that turns a body of device work into the replay of its CUDA graph. All share one memory pool of their
+    own, so a body may leave results only in buffers that exist already."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(body):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for _ in range(2):
+                body()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay
+
+    return record
 
 
 class CommitGraphs:
@@ -44,30 +63,20 @@ class CommitGraphs:
         self._commit = Commit.empty(most, depth + 1, device)
         self._first_row = torch.arange(most, device=device)[:, None] * budget
         self._reset_trees()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def _reset_trees(self) -> None:
         """Padding requests: a root alone."""
         self._trees.token.zero_()
         self._trees.parent.fill_(-1)
         self._trees.depth.zero_()
-        self._trees.ancestors.zero_()
+        self._trees.ancestors.copy_(ancestor_bits(self._trees.parent))
         self._trees.node_count.fill_(1)
 
-    def capture(self) -> None:
-        """Capture every size, the greatest first, all in one memory pool of their own."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.inference_mode():
-            for size in reversed(self._sizes):
-                for _ in range(2):
-                    self._body(size)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    self._body(size)
-                self._graphs[size] = graph
-        torch.cuda.current_stream().wait_stream(stream)
+    def capture(self, record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        """Capture every size, the greatest first. record: from a function to its replay (`cuda_recorder`)."""
+        for size in reversed(self._sizes):
+            self._replays[size] = record(lambda size=size: self._body(size))
 
     def _body(self, size: int) -> None:
         commit = _first(self._commit, size)
@@ -115,7 +124,7 @@ class CommitGraphs:
         trees.ancestors.copy_(tree.ancestors)
         if requests < size:
             self._window[requests:size].zero_()
-        self._graphs[size].replay()
+        self._replays[size]()
         done = _first(self._commit, requests)
         accepted = done.accepted
         static = [accepted.path, accepted.length, accepted.tokens, accepted.bonus, accepted.last_node, done.new_length]

@@ -19,7 +19,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.kernels.tree_step import Commit, accept_and_plan
-from sgl_specflow.runtime.commit_graph import CommitGraphs
+from sgl_specflow.runtime.commit_graph import CommitGraphs, cuda_recorder
 from sgl_specflow.runtime.gdn_backend import GdnCommit
 from sgl_specflow.runtime.parallel_drafter import ParallelDrafter
 from sgl_specflow.runtime.settings import Options, TreeSettings
@@ -42,9 +42,10 @@ class TreeWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = target_worker.device
         spec = get_spec()
+        self.head = HeadConfig.load(draft_folder(spec))
         self.settings = TreeSettings.resolve(
             spec.speculative_algorithm,
-            HeadConfig.load(draft_folder(spec)),
+            self.head,
             spec.speculative_num_draft_tokens,
             spec.speculative_num_steps,
             spec.speculative_eagle_topk,
@@ -91,15 +92,14 @@ class TreeWorker(BaseSpecWorker):
                 self._kv_cache().move_kv_cache,
                 self.drafter.write_context,
             )
-            self.commit_graphs.capture()
+            self.commit_graphs.capture(cuda_recorder())
 
     def _captured_hidden(self, runner) -> torch.Tensor:
         """[rows, L * H]: the buffer that the target's graphs fill, or one of our own to copy to where there is none."""
         rows = runner.max_bs * self.settings.budget
         buffer = runner.buffers.aux_hidden_states
         if buffer is None:
-            width = self.model_runner.get_aux_hidden_states_width()
-            buffer = torch.empty(rows, width, dtype=self.model_runner.dtype, device=self.device)
+            buffer = torch.empty(rows, self.head.context_size, dtype=self.model_runner.dtype, device=self.device)
         return buffer[:rows]
 
     def _kv_cache(self):
