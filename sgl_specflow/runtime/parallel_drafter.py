@@ -154,9 +154,10 @@ class ParallelDrafter:
 
     def _score_children(self, behind: torch.Tensor, tree: TokenTree):
         requests, nodes, _ = behind.shape
-        log_probs, candidates, _ = self.vocabulary.best(behind.flatten(0, 1), self.settings.width)
-        parent_rows = behind.gather(1, tree.parent.clamp(min=0)[:, :, None].expand_as(behind)).flatten(0, 1)
-        _, _, own = self.vocabulary.best(parent_rows, 1, wanted=tree.token.flatten())
+        first = torch.arange(requests, device=behind.device)[:, None] * nodes
+        # A node's own log-probability is that of its token in its parent's row.
+        asked = (first + tree.parent.clamp(min=0)).flatten(), tree.token.flatten()
+        log_probs, candidates, own = self.vocabulary.best(behind.flatten(0, 1), self.settings.width, asked)
         shape = (requests, nodes, -1)
         return log_probs.view(shape), candidates.view(shape), own.view(requests, nodes)
 
