@@ -75,7 +75,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, pattern: DensePattern 
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
     if isinstance(pattern, DensePattern):
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.mask, enable_gqa=True)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.mask)
     else:
         mixed = flex_attention(q, k, v, block_mask=pattern, enable_gqa=True)
     return mixed[0].transpose(0, 1)

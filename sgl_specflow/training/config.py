@@ -76,7 +76,8 @@ class TrainConfig:
     Attributes:
         target: folder of the target. responses: files or folders that `regenerate` wrote. out: where checkpoint.pt,
             the head's folder `head` and history.jsonl go.
-        loss: forward_kl, reverse_kl or cross_entropy. decay: of the loss's weight with depth, exp(-(i - 1) / decay).
+        loss: forward_kl, reverse_kl or cross_entropy. teacher_temperature: of the target's distribution in the KL
+            losses; below 1 for heads that draft for greedy decoding. decay: of the loss's weight with depth, exp(-(i - 1) / decay).
         reveal: part of the blocks that reveal path tokens (causal heads; for path refresh).
         row_tokens, anchors: context tokens and blocks of one row; on a GPU row_tokens, and anchors x block_size, are
             multiples of 128. rows: rows a step and process (gradient accumulation).
@@ -94,6 +95,7 @@ class TrainConfig:
     minutes: float = 1e9
     steps: int = 10**9
     loss: str = "forward_kl"
+    teacher_temperature: float = 1.0
     decay: float = 5.0
     reveal: float = 0.25
     row_tokens: int = 16384

@@ -19,24 +19,26 @@ from torch import Tensor
 KINDS = ("forward_kl", "reverse_kl", "cross_entropy")
 
 
-def teacher_log_probs(final: Tensor, lm_head: Tensor, chunk: int = 4096) -> Tensor:
+def teacher_log_probs(final: Tensor, lm_head: Tensor, temperature: float = 1.0, chunk: int = 4096) -> Tensor:
     """The target's log-probabilities [T, V] in the LM head's dtype, once a token, from final-normed hidden [T, H].
 
-    In bfloat16 the likeliest tokens are the most exact ones: a relative error of 2^-9 in log p.
+    temperature: of the teacher alone. Below 1 it comes closer to what greedy decoding chooses, and a tree of the
+    draft's marginals then spends its nodes on that path. In bfloat16 the likeliest tokens are the most exact ones: a relative error of 2^-9 in log p.
     """
     table = torch.empty(len(final), len(lm_head), dtype=lm_head.dtype, device=lm_head.device)
     log_softmax = _compiled(_log_softmax) if lm_head.is_cuda else _log_softmax
     for first in range(0, len(final), chunk):
         part = slice(first, first + chunk)
-        table[part] = log_softmax(final[part].to(lm_head.dtype) @ lm_head.T)
+        table[part] = log_softmax(final[part].to(lm_head.dtype) @ lm_head.T, temperature)
     return table
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).to(logits.dtype)
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide / temperature).log_softmax(-1).to(logits.dtype)
 
 
-def _chunk(kind: str, logits: Tensor, log_p: Tensor | None, labels: Tensor | None, weights: Tensor):
+def _chunk(kind: str, logits: Tensor, table: Tensor | None, rows: Tensor, labels: Tensor, weights: Tensor):
     """(single losses [N], w times the gradient in the logits, in their dtype)."""
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     q = log_q.exp()
@@ -44,12 +46,12 @@ def _chunk(kind: str, logits: Tensor, log_p: Tensor | None, labels: Tensor | Non
         loss = -log_q.gather(1, labels[:, None])[:, 0]
         slope = q - (torch.arange(logits.shape[1], device=logits.device) == labels[:, None]).to(q.dtype)
     elif kind == "forward_kl":
-        log_p = log_p.to(q.dtype)
+        log_p = table[rows].to(q.dtype)
         p = log_p.exp()
         loss = (p * (log_p - log_q)).sum(-1)
         slope = q - p
     else:
-        difference = log_q - log_p.to(q.dtype)
+        difference = log_q - table[rows].to(q.dtype)
         loss = (q * difference).sum(-1)
         slope = q * (difference - loss[:, None])
     return loss, (slope * weights[:, None]).to(logits.dtype)
@@ -70,8 +72,7 @@ class _Distillation(torch.autograd.Function):
         for first in range(0, len(draft_hidden), chunk):
             part = slice(first, first + chunk)
             logits = draft_hidden[part].to(lm_head.dtype) @ lm_head.T
-            log_p = None if kind == "cross_entropy" else table[rows[part]]
-            losses[part], slope = evaluate(kind, logits, log_p, labels[part], weights[part])
+            losses[part], slope = evaluate(kind, logits, table, rows[part], labels[part], weights[part])
             gradient[part] = (slope @ lm_head).to(gradient.dtype)
         total = weights.sum()
         ctx.save_for_backward(gradient, total)
@@ -94,7 +95,7 @@ def distillation_loss(
     weights: Tensor,
     chunk: int = 6144,
 ) -> tuple[Tensor, Tensor]:
-    """sum_n w_n loss_n / sum_n w_n at temperature 1.
+    """sum_n w_n loss_n / sum_n w_n.
 
     Args:
         draft_hidden: [N, H], final-normed; logits are these times `lm_head` [V, H], in its dtype.

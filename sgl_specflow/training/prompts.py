@@ -12,7 +12,8 @@ from sgl_specflow.errors import SpecflowConfigError
 MBPP_TRAIN, MBPP_TEST = range(601, 975), range(11, 511)
 # Rows of the train splits that launch/prompts.jsonl ships: measured on, so never trained on.
 SHIPPED_GSM8K_ROW, SHIPPED_MBPP_TASK = 2, 605
-# Starts of a user turn that the target completes, half of them none at all.
+MARKER = "\0"
+# Starts of a user turn that the target completes.
 OPENINGS = (
     "Write a", "Write a short", "Write an email", "Write a story about", "Write a Python function", "Compose a", "Create a",
     "Explain", "Explain how", "Explain the difference between", "Describe", "What is", "What are", "What would", "How do",
@@ -95,51 +96,65 @@ def train_prompts(folder: str | Path, source: str, tokenizer, held_out: int) -> 
     else:
         tasks = [task for task in _lines(Path(folder, "mbpp.jsonl")) if task["task_id"] in MBPP_TRAIN]
         pairs = [(mbpp_text(task), task["code"]) for task in tasks if task["task_id"] != SHIPPED_MBPP_TASK]
+    tokens = chat_tokens(tokenizer, [text for text, _ in pairs])
     return [
-        Prompt(source, text, chat_tokens(tokenizer, text), index >= len(pairs) - held_out, answer)
+        Prompt(source, text, tokens[index], index >= len(pairs) - held_out, answer)
         for index, (text, answer) in enumerate(pairs)
     ]
 
 
-def chat_tokens(tokenizer, text: str) -> list[int]:
-    """The chat template around one user turn, up to where the assistant speaks."""
-    chat = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+def chat_tokens(tokenizer, texts: list[str]) -> list[list[int]]:
+    """The chat template around each user turn, up to where the assistant speaks.
+
+    The template runs once and its frame is put around every text, where that gives what the template itself gives for
+    the first text; else the template runs for each.
+    """
+    if not texts:
+        return []
+    before, after = _rendered(tokenizer, MARKER).split(MARKER)
+    if before + texts[0] + after == _rendered(tokenizer, texts[0]):
+        framed = [before + text + after for text in texts]
+    else:
+        framed = [_rendered(tokenizer, text) for text in texts]
+    return tokenizer(framed, add_special_tokens=False)["input_ids"]
 
 
-def turn_start(tokenizer) -> list[int]:
+def turn_start(tokenizer) -> str:
     """Everything that the chat template puts before a user's words."""
-    marker = "\0"
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
-    return tokenizer(chat.split(marker)[0], add_special_tokens=False)["input_ids"]
+    return _rendered(tokenizer, MARKER).split(MARKER)[0]
+
+
+def _rendered(tokenizer, text: str) -> str:
+    chat = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
 
 def openings(count: int, train: list[Prompt], seed: int) -> Iterator[str]:
     """`count` starts of a user turn for the target to complete: nothing, a common opening, or the first four to ten
     words of a train prompt, so that its own turns cover all kinds."""
-    chance = random.Random(seed)
-    usable = [prompt for prompt in train if not prompt.held_out]
+    chance, texts = random.Random(seed), {}
+    for prompt in train:
+        if not prompt.held_out:
+            texts.setdefault(prompt.source, []).append(prompt.text)
     for _ in range(count):
         kind = chance.random()
-        if kind < 0.3 or not usable:
+        if kind < 0.25 or not texts:
             yield ""
-        elif kind < 0.6:
+        elif kind < 0.5:
             yield chance.choice(OPENINGS)
         else:
-            source = chance.choice(sorted({prompt.source for prompt in usable}))
-            prompt = chance.choice([p for p in usable if p.source == source])
-            yield " ".join(prompt.text.split()[: chance.randint(4, 10)])
+            text = chance.choice(texts[chance.choice(sorted(texts))])
+            yield " ".join(text.split()[: chance.randint(4, 10)])
 
 
 def self_written(texts: Iterable[str], tokenizer, test_rows: TestRows, held_out: int) -> list[Prompt]:
     """Turns that the target wrote, as prompts: doubles, very short ones and test rows are dropped."""
-    kept, seen = [], set()
-    for text in texts:
-        text = text.strip()
-        if len(text) >= 12 and text not in seen and text not in test_rows:
-            seen.add(text)
-            kept.append(Prompt("self_written", text, chat_tokens(tokenizer, text), held_out=len(kept) < held_out))
-    return kept
+    kept = dict.fromkeys(text.strip() for text in texts)
+    kept = [text for text in kept if len(text) >= 12 and text not in test_rows]
+    tokens = chat_tokens(tokenizer, kept)
+    return [
+        Prompt("self_written", text, tokens[index], held_out=index < held_out) for index, text in enumerate(kept)
+    ]
 
 
 def _normal(text: str) -> str:

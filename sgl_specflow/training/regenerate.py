@@ -19,6 +19,8 @@ from sgl_specflow.training.config import RegenerateConfig
 from sgl_specflow.training.prompts import Prompt, TestRows, openings, self_written, train_prompts, turn_start
 from sgl_specflow.training.responses import Response, save_responses
 
+MAX_TURN_TOKENS = 128
+
 # (prompts, max_new_tokens, temperature) -> continuations, cut after the stop token.
 Generate = Callable[[list[list[int]], int, float], list[list[int]]]
 
@@ -61,7 +63,7 @@ def regenerate(config: RegenerateConfig, generate: Generate, tokenizer) -> list[
     for number, (temperature, batch) in enumerate(work):
         path = out / f"responses-{number:05d}.npz"
         if not path.exists():
-            if config.minutes and time.monotonic() - start > 60 * config.minutes:
+            if shards and config.minutes and time.monotonic() - start > 60 * config.minutes:
                 break
             answers = generate([prompt.tokens for prompt in batch], config.max_new_tokens, temperature)
             written += sum(map(len, answers))
@@ -100,10 +102,9 @@ def _prompts(config: RegenerateConfig, generate: Generate, tokenizer, out: Path)
     if "self_written" in config.sources:
         kept = out / "prompts.json"
         if not kept.exists():
-            start, limit = turn_start(tokenizer), 128
-            begun = list(openings(config.self_written, train, config.seed))
-            tokens = [start + tokenizer(text, add_special_tokens=False)["input_ids"] for text in begun]
-            ends = generate(tokens, limit, 1.0)
+            start, begun = turn_start(tokenizer), list(openings(config.self_written, train, config.seed))
+            tokens = tokenizer([start + text for text in begun], add_special_tokens=False)["input_ids"]
+            ends = generate(tokens, MAX_TURN_TOKENS, 1.0)
             stop = tokenizer.eos_token_id
             whole = [
                 text + tokenizer.decode(end[:-1]) for text, end in zip(begun, ends) if end and end[-1] == stop

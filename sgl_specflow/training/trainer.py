@@ -64,7 +64,9 @@ def row_loss(head: TrainingHead, target: FrozenTarget, batch: Batch, config: Tra
     reveal = config.reveal if head.config.causal_head else 0.0
     blocks = sample_blocks(batch.row, head.config, config.anchors, reveal, config.decay, generator)
     hidden, final = block_hidden(head, target, batch, blocks)
-    table = None if config.loss == "cross_entropy" else teacher_log_probs(final, target.lm_head)
+    table = None
+    if config.loss != "cross_entropy":
+        table = teacher_log_probs(final, target.lm_head, config.teacher_temperature)
     return distillation_loss(
         # Position 0 is the anchor itself and predicts nothing.
         hidden[:, 1:].flatten(0, 1),
@@ -185,7 +187,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(list(self.weights.values()), config.gradient_clip)
         self.optimizer.step(schedule(done, config.warm_up))
         if self.average is not None:
-            torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - config.ema)
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - config.ema)
         return total
 
     def _average_gradients(self) -> None:
