@@ -147,5 +147,7 @@ def test_a_row_that_flex_attention_cannot_tile_is_refused():
 
 def test_make_blocks_gives_filler_blocks_no_weight():
     batch = pack(responses(), 128)
-    blocks = make_blocks(batch.row, HEADS["causal"], torch.tensor([0, 127, 10]), torch.zeros(3, 1, dtype=torch.long), 5.0)
+    blocks = make_blocks(
+        batch.row, HEADS["causal"], torch.tensor([0, 127, 10]), torch.zeros(3, 1, dtype=torch.long), 5.0
+    )
     assert (blocks.weights.sum(1) > 0).tolist() == [False, False, True]

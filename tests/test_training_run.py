@@ -88,7 +88,14 @@ run.save(sys.argv[1])
 
 def test_two_processes_take_the_steps_of_one_with_two_rows(target, tmp_path):
     """Over gloo, started as torchrun starts them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+        "--rdzv-backend=c10d",
+    ]
     command += ["--rdzv-endpoint=localhost:0", str(tmp_path / "two.py"), str(tmp_path / "two.pt")]
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}

@@ -1,9 +1,9 @@
 """One YAML file a run: a flat mapping onto one of the dataclasses below, with `name=value` overrides from the command.
 
-    target: smollm2
-    responses: [responses]
-    out: run
-    head: {causal: true, layers: 5}
+target: smollm2
+responses: [responses]
+out: run
+head: {causal: true, layers: 5}
 """
 
 import dataclasses
@@ -77,7 +77,8 @@ class TrainConfig:
         target: folder of the target. responses: files or folders that `regenerate` wrote. out: where checkpoint.pt,
             the head's folder `head` and history.jsonl go.
         loss: forward_kl, reverse_kl or cross_entropy. teacher_temperature: of the target's distribution in the KL
-            losses; below 1 for heads that draft for greedy decoding. decay: of the loss's weight with depth, exp(-(i - 1) / decay).
+            losses; below 1 for heads that draft for greedy decoding. decay: of the loss's weight with depth,
+            exp(-(i - 1) / decay).
         reveal: part of the blocks that reveal path tokens (causal heads; for path refresh).
         row_tokens, anchors: context tokens and blocks of one row; on a GPU row_tokens, and anchors x block_size, are
             multiples of 128. rows: rows a step and process (gradient accumulation).
@@ -227,9 +228,7 @@ def _build(kind: type, given: Any, source: str):
     fields = {item.name: item for item in dataclasses.fields(kind)}
     if not isinstance(given, dict) or set(given) - set(fields):
         unknown = sorted(set(given) - set(fields)) if isinstance(given, dict) else given
-        raise SpecflowConfigError(
-            given=f"{unknown} in {source}", allowed=f"{', '.join(fields)}", todo="mend the name"
-        )
+        raise SpecflowConfigError(given=f"{unknown} in {source}", allowed=f"{', '.join(fields)}", todo="mend the name")
     missing = [
         name
         for name, item in fields.items()

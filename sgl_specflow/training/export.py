@@ -26,8 +26,8 @@ Public DFlash format (`config.json`, safetensors; embedding and LM head are the 
 
 - **Target**: {target_note}
 - **Data**: {data_note}
-- **Training**: {loss}, teacher temperature {temperature}, {steps} steps ({minutes:.1f} minutes), {anchors} blocks of {block_size} a step, {optimizer} at
-  {learning_rate}; {epochs} passes over the data. Last loss {last_loss:.3f} nats a position.
+- **Training**: {loss}, teacher temperature {temperature}, {steps} steps ({minutes:.1f} minutes), {anchors} blocks of
+  {block_size} a step, {optimizer} at {learning_rate}; {epochs} passes over the data. Last loss {last_loss:.3f} nats.
 - **Size**: {layers} layers, {parameters:.1f} million parameters; target layers {target_layers}; mask token {mask}.
 
 Held-out prompts of the train splits, greedy, offline (tokens a verify pass, the bonus token included):

@@ -23,7 +23,8 @@ def teacher_log_probs(final: Tensor, lm_head: Tensor, temperature: float = 1.0, 
     """The target's log-probabilities [T, V] in the LM head's dtype, once a token, from final-normed hidden [T, H].
 
     temperature: of the teacher alone. Below 1 it comes closer to what greedy decoding chooses, and a tree of the
-    draft's marginals then spends its nodes on that path. In bfloat16 the likeliest tokens are the most exact ones: a relative error of 2^-9 in log p.
+    draft's marginals then spends its nodes on that path. In bfloat16 the likeliest tokens are the most exact ones: a
+    relative error of 2^-9 in log p.
     """
     table = torch.empty(len(final), len(lm_head), dtype=lm_head.dtype, device=lm_head.device)
     log_softmax = _compiled(_log_softmax) if lm_head.is_cuda else _log_softmax

@@ -65,9 +65,7 @@ class TestRows:
 
     def __contains__(self, text: str) -> bool:
         text = _normal(text)
-        return _digest(text) in self.whole or (
-            len(text) >= self.START and _digest(text[: self.START]) in self.starts
-        )
+        return _digest(text) in self.whole or (len(text) >= self.START and _digest(text[: self.START]) in self.starts)
 
     def refuse(self, prompts: Iterable[Prompt]) -> None:
         """Raise SpecflowConfigError naming the first prompt that is a test row."""
@@ -152,9 +150,7 @@ def self_written(texts: Iterable[str], tokenizer, test_rows: TestRows, held_out:
     kept = dict.fromkeys(text.strip() for text in texts)
     kept = [text for text in kept if len(text) >= 12 and text not in test_rows]
     tokens = chat_tokens(tokenizer, kept)
-    return [
-        Prompt("self_written", text, tokens[index], held_out=index < held_out) for index, text in enumerate(kept)
-    ]
+    return [Prompt("self_written", text, tokens[index], held_out=index < held_out) for index, text in enumerate(kept)]
 
 
 def _normal(text: str) -> str:

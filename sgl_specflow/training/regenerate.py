@@ -106,9 +106,7 @@ def _prompts(config: RegenerateConfig, generate: Generate, tokenizer, out: Path)
             tokens = tokenizer([start + text for text in begun], add_special_tokens=False)["input_ids"]
             ends = generate(tokens, MAX_TURN_TOKENS, 1.0)
             stop = tokenizer.eos_token_id
-            whole = [
-                text + tokenizer.decode(end[:-1]) for text, end in zip(begun, ends) if end and end[-1] == stop
-            ]
+            whole = [text + tokenizer.decode(end[:-1]) for text, end in zip(begun, ends) if end and end[-1] == stop]
             scratch = out / ".prompts.part"
             scratch.write_text(json.dumps(whole))
             scratch.rename(kept)

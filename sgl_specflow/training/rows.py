@@ -81,7 +81,9 @@ class Rows:
         self._epochs: dict[int, list[list[int]]] = {}
         longest = max(len(response.tokens) for response in responses)
         if longest > row_tokens:
-            raise ValueError(f"a response has {longest} tokens and a row {row_tokens}: give row_tokens of at least that")
+            raise ValueError(
+                f"a response has {longest} tokens and a row {row_tokens}: give row_tokens of at least that"
+            )
 
     def __getitem__(self, number: int) -> Batch:
         epoch = 0
