@@ -86,7 +86,9 @@ class TrainingHead:
             target_hidden: [T, L * H], target hidden states of the row. row_positions: [T].
             embeddings: [A, S, H], the target's embedding of `blocks.tokens`.
         """
-        config, tensors = self.config, {name: tensor.to(self.dtype) for name, tensor in self.tensors.items()}
+        config = self.config
+        outer = ("fc.weight", "hidden_norm.weight", "norm.weight")
+        tensors = {name: self.tensors[name].to(self.dtype) for name in outer}
         context = ReferenceHead(config, tensors).project_context(target_hidden.to(self.dtype))
         table = rope_table(torch.cat((row_positions, blocks.positions.flatten())), config)
         layer_forward = compiled_draft_layer() if self.fast else draft_layer
