@@ -59,13 +59,12 @@ CASES = {
         None,
     ),
     "path refresh": ("jetflow", {}, 24, [], {"path_refresh": True}),
-    "weaver": ("dflash_tfm", {}, 24, ["--page-size", "16", "--chunked-prefill-size", "16"], {"weaver_pool": 13}),
-    "weaver, shallow, short of memory": (
+    "weaver, short of memory": (
         "dflash_tfm",
         {},
         20,
-        ["--speculative-num-steps", "4", "--speculative-eagle-topk", "5", "--max-total-tokens", "230"],
-        {"weaver_width": 3, "weaver_temperature": 0.7},
+        ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "256"],
+        {"weaver_width": 3, "weaver_pool": 13, "weaver_temperature": 0.7},
     ),
 }
 
