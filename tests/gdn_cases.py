@@ -82,6 +82,7 @@ class Layer:
             dtype=self.q.dtype,
             state_dtype=self.state.dtype,
             device=self.q.device,
+            nodes=self.ancestors.shape[1],
         )
         self.q, self.k, self.v, self.a, self.b = other.q, other.k, other.v, other.a, other.b
 

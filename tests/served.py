@@ -12,7 +12,7 @@ from sgl_specflow.launch.quickstart import EXACT_FLOAT32
 from sgl_specflow.launch.server import Server, start
 from tiny_models import save_random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.checkpoint import save_head
@@ -50,6 +50,36 @@ def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Pa
         eos_token_id=EOS,
     )
     _make_word_tokenizer(save_random(config, folder, seed, sharpness), VOCABULARY)
+    return Path(folder)
+
+
+def make_small_hybrid_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
+    """A Qwen3.5 over the same 16 tokens: layers 0 and 2 are Gated Delta Net with two value heads a key head. Its decays
+    differ from head to head and from token to token, so that a stale or a skipped state shows."""
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        mamba_ssm_dtype="float32",
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    )
+    save_random(config, folder, seed, sharpness)
+    # The file that transformers writes names the layers' types alone.
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 2}, indent=1))
+    _make_word_tokenizer(folder, VOCABULARY)
     return Path(folder)
 
 

@@ -1,5 +1,7 @@
 """The triangular form against the recurrence that walks every path, in float64."""
 
+import copy
+
 import pytest
 import torch
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, path_to, relative_error
@@ -34,9 +36,14 @@ def float64_layer(parent, *heads, **options):
 
 def check_steps(layer, steps=2):
     """Verify, accept a random path, verify again: outputs and states of both steps."""
+    for implementation in ("naive", "batched"):
+        _check_steps(copy.deepcopy(layer), steps, implementation)
+
+
+def _check_steps(layer, steps, implementation):
     states = layer.state.clone()
     for step in range(steps):
-        out = gdn_tree_verify(*layer.arguments())
+        out = gdn_tree_verify(*layer.arguments(), implementation=implementation)
         nodes = layer.ancestors.shape[1]
         after = []
         for r, row in enumerate(layer.parent):
@@ -50,7 +57,14 @@ def check_steps(layer, steps=2):
         for r, path in enumerate(paths):
             states[layer.slots[r]] = after[r][path[-1]]
         layer.new_nodes(10 + step)
-    gdn_tree_flush(layer.state[None], layer.slots, one_layer(layer.stash), layer.rows, layer.pending)
+    gdn_tree_flush(
+        layer.state[None],
+        layer.slots,
+        one_layer(layer.stash),
+        layer.rows,
+        layer.pending,
+        implementation=implementation,
+    )
     assert relative_error(layer.state, states) < TOLERANCE
 
 
@@ -90,11 +104,12 @@ def test_decay_that_underflows_alone_is_finite():
     check_steps(layer, steps=1)
 
 
-def test_left_out_requests_keep_state_and_stash():
+@pytest.mark.parametrize("implementation", ["naive", "batched"])
+def test_left_out_requests_keep_state_and_stash(implementation):
     layer = float64_layer([parents("recent", 12), parents("wide", 12)], 1, 2, 8)
     layer.slots[1] = -1
     before, stash = layer.state.clone(), layer.stash.u.clone()
-    out = gdn_tree_verify(*layer.arguments())
+    out = gdn_tree_verify(*layer.arguments(), implementation=implementation)
     assert out[:12].all() and not out[12:].any()
     assert torch.equal(layer.state, before) and torch.equal(layer.stash.u[layer.rows[1]], stash[layer.rows[1]])
 
@@ -106,7 +121,8 @@ def test_without_a_stash():
     assert torch.equal(gdn_tree_verify(*layer.arguments()), expected)
 
 
-def test_flush_of_a_prefix_into_another_slot():
+@pytest.mark.parametrize("implementation", ["naive", "batched"])
+def test_flush_of_a_prefix_into_another_slot(implementation):
     layer = float64_layer([parents("chain", 12)], 1, 2, 8)
     slot, spare = int(layer.slots[0]), 0
     before = layer.state.clone()
@@ -122,6 +138,7 @@ def test_flush_of_a_prefix_into_another_slot():
         layer.pending,
         length=torch.tensor([7], dtype=torch.int32),
         destination=torch.tensor([spare], dtype=torch.int32),
+        implementation=implementation,
     )
     assert relative_error(layer.state[spare], node_states[path[6]]) < TOLERANCE
     assert torch.equal(layer.state[slot], before[slot])
@@ -137,6 +154,24 @@ def test_flush_then_verify_is_verify():
     layer.pending.clear(layer.rows.long())
     assert torch.equal(gdn_tree_verify(*layer.arguments()), gdn_tree_verify(*fused.arguments()))
     assert torch.equal(layer.state, fused.state)
+
+
+def test_requests_without_pending_or_slot_in_one_batch():
+    """One row has a path to commit, one has none, one is graph padding: batched is naive, states and stash included."""
+    layers = [float64_layer([parents("recent", 12)] * 3, 2, 4, 8) for _ in range(2)]
+    for layer, implementation in zip(layers, ("naive", "batched")):
+        gdn_tree_verify(*layer.arguments(), implementation=implementation)
+        accept_leaf(layer, 3)
+        layer.pending.clear(layer.rows[1:2].long())
+        layer.slots[2] = -1
+        layer.out = gdn_tree_verify(*layer.arguments(), implementation=implementation)
+    naive, batched = layers
+    assert relative_error(batched.out, naive.out) < TOLERANCE
+    assert relative_error(batched.state, naive.state) < TOLERANCE
+    for row in naive.rows[:2].tolist():
+        assert relative_error(batched.stash.u[row], naive.stash.u[row]) < TOLERANCE
+        assert relative_error(batched.stash.g[:, row], naive.stash.g[:, row]) < TOLERANCE
+        assert torch.equal(batched.stash.k[:, row], naive.stash.k[:, row])
 
 
 def test_stash_of_qwen36_is_small():

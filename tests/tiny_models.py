@@ -44,6 +44,9 @@ def save_random(config, folder, seed: int, head_scale: float = 4.0) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.normal_(generator=generator)
+                continue
             if parameter.dim() == 1:
                 parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.zero_()
                 continue

@@ -1,6 +1,11 @@
 """Gated Delta Net on a token tree: verify without rollback, the accepted path enters the state in the next launch."""
 
-from sgl_specflow.kernels.gdn_tree.dispatch import UnsupportedGdnTree, gdn_tree_flush, gdn_tree_verify
+from sgl_specflow.kernels.gdn_tree.dispatch import (
+    UnsupportedGdnTree,
+    gdn_tree_flush,
+    gdn_tree_verify,
+    unsupported_by_cuda,
+)
 from sgl_specflow.kernels.gdn_tree.nvrtc import CudaCompileError, CudaToolsMissing
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
 
@@ -12,4 +17,5 @@ __all__ = [
     "UnsupportedGdnTree",
     "gdn_tree_flush",
     "gdn_tree_verify",
+    "unsupported_by_cuda",
 ]

@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from sgl_specflow.kernels.gdn_tree import cuda_kernel
+from sgl_specflow.kernels.gdn_tree.batched import flush_batched, verify_batched
 from sgl_specflow.kernels.gdn_tree.naive import flush_naive, verify_naive
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
 
@@ -33,7 +34,7 @@ def gdn_tree_verify(
     scale: float | None = None,
     out: torch.Tensor | None = None,
     *,
-    implementation: Literal["cuda", "naive"] | None = None,
+    implementation: Literal["cuda", "batched", "naive"] | None = None,
     shape: cuda_kernel.KernelShape | None = None,
 ) -> torch.Tensor:
     """One layer's Gated Delta Net outputs for R requests' N tree nodes (DESIGN.md section 5; docs/gdn.md).
@@ -55,7 +56,8 @@ def gdn_tree_verify(
                 pending paths; all or none. Rows of one call are distinct.
     scale       of q; None: d_k ** -0.5
     out         [R * N, value heads, d_v] of v's dtype, contiguous; written and returned, allocated where None
-    implementation  None: "cuda" for CUDA tensors, "naive" for others
+    implementation  None: "cuda" for CUDA tensors, "naive" for others; "batched": PyTorch without host synchronisation,
+                where slot and row 0 are nobody's (SGLang reserves both)
     shape       for the CUDA kernel: another build than the one `cuda_kernel.select_shape` takes
 
     Raises ValueError for inputs that break this contract, UnsupportedGdnTree for those that the CUDA kernel does not
@@ -67,14 +69,28 @@ def gdn_tree_verify(
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, slots, ancestors, node_count, stash, rows, pending, scale, out)
-    if _choose(implementation, q) == "naive":
-        return verify_naive(*arguments)
+    chosen = _choose(implementation, q)
+    if chosen != "cuda":
+        return (verify_naive if chosen == "naive" else verify_batched)(*arguments)
     num_requests, nodes = ancestors.shape[:2]
     shape = shape or _cuda_shape(nodes, k.shape[2], v.shape[2], state)
     _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out)
     if num_requests:
         cuda_kernel.launch_verify(shape, cuda_kernel.verify_arguments(*arguments), num_requests, q.device.index)
     return out
+
+
+def unsupported_by_cuda(
+    nodes: int, key_dim: int, value_dim: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the CUDA kernel cannot serve trees of `nodes` nodes on a CUDA device, or None where it can."""
+    if dtype != torch.bfloat16:
+        return f"activations are {dtype}, not bfloat16"
+    try:
+        _cuda_shape(nodes, key_dim, value_dim, torch.empty(0, dtype=state_dtype, device=device))
+    except UnsupportedGdnTree as error:
+        return str(error)
+    return None
 
 
 def gdn_tree_flush(
@@ -86,7 +102,7 @@ def gdn_tree_flush(
     length: torch.Tensor | None = None,
     destination: torch.Tensor | None = None,
     *,
-    implementation: Literal["cuda", "naive"] | None = None,
+    implementation: Literal["cuda", "batched", "naive"] | None = None,
 ) -> None:
     """Writes the states after pending paths, all layers at once, where no verify will: a finish, a retraction, a snapshot.
 
@@ -110,8 +126,11 @@ def gdn_tree_flush(
             f"{name} is [R] int32",
             **{name: tensor},
         )
-    if _choose(implementation, state) == "naive":
-        return flush_naive(state, slots, destination, stash, rows, pending, length)
+    chosen = _choose(implementation, state)
+    if chosen != "cuda":
+        return (flush_naive if chosen == "naive" else flush_batched)(
+            state, slots, destination, stash, rows, pending, length
+        )
     _check_state(state[0])
     _check_stash(stash)
     shape = _cuda_shape(TILE_NODES, stash.k.shape[-1], state.shape[3], state)
@@ -125,8 +144,8 @@ TILE_NODES = cuda_kernel.TILE  # the flush does not depend on the number of node
 
 def _choose(implementation: str | None, tensor: torch.Tensor) -> str:
     chosen = implementation or ("cuda" if tensor.is_cuda else "naive")
-    if chosen not in ("cuda", "naive"):
-        raise ValueError(f"gdn_tree: implementation is {implementation!r}; use 'cuda', 'naive' or None")
+    if chosen not in ("cuda", "batched", "naive"):
+        raise ValueError(f"gdn_tree: implementation is {implementation!r}; use 'cuda', 'batched', 'naive' or None")
     if chosen == "cuda" and not tensor.is_cuda:
         raise ValueError(f"gdn_tree: implementation 'cuda' needs CUDA tensors, not {tensor.device}")
     return chosen

@@ -45,25 +45,26 @@ def tree_recurrence(q, k, v, g, beta, state, parent) -> tuple[torch.Tensor, torc
 
 
 def path_decay(g: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """G [N, H]: the sum of g over each node's path, itself included; visible [N, N] bool: j on the path to i."""
+    """G [..., N, H]: the sum of g over each node's path, itself included; visible [..., N, N] bool: j on the path to i."""
     return visible.to(g.dtype) @ g
 
 
 def tree_triangular(q, k, v, g, beta, state, visible) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(I + X) U = beta (V - e^G K S), O = e^G Q S + Y U. Returns O [N, H, d_v], U [N, H, d_v] and G [N, H].
 
-    visible [N, N] bool: node j is an ancestor of i or i itself; nodes in topological order.
+    visible [N, N] bool: node j is an ancestor of i or i itself; nodes in topological order. Leading dimensions of all
+    arguments are a batch.
     """
     G = path_decay(g, visible)
-    gaps = (G[:, None] - G[None, :]).permute(2, 0, 1)  # [H, N, N]; e^{-G_j} alone would overflow
-    decay = torch.where(visible, gaps, -torch.inf).exp()
-    keys, queries = k.transpose(0, 1), q.transpose(0, 1)  # [H, N, d_k]
-    into = G.exp().T[:, :, None]
-    right = beta.T[:, :, None] * (v.transpose(0, 1) - into * (keys @ state.mT))
-    X = (beta.T[:, :, None] * decay * (keys @ keys.mT)).tril(-1)
+    gaps = (G.unsqueeze(-2) - G.unsqueeze(-3)).movedim(-1, -3)  # [H, N, N]; e^{-G_j} alone would overflow
+    decay = torch.where(visible.unsqueeze(-3), gaps, -torch.inf).exp()
+    keys, queries = k.transpose(-3, -2), q.transpose(-3, -2)  # [H, N, d_k]
+    into, rate = G.exp().mT.unsqueeze(-1), beta.mT.unsqueeze(-1)
+    right = rate * (v.transpose(-3, -2) - into * (keys @ state.mT))
+    X = (rate * decay * (keys @ keys.mT)).tril(-1)
     U = torch.linalg.solve_triangular(X, right, upper=False, unitriangular=True)
     out = into * (queries @ state.mT) + decay * (queries @ keys.mT) @ U
-    return out.transpose(0, 1), U.transpose(0, 1), G
+    return out.transpose(-3, -2), U.transpose(-3, -2), G
 
 
 def commit_path(state, k, u, G, path) -> torch.Tensor:

@@ -24,6 +24,7 @@ NAME = "sgl_specflow_cpu"
 # Sized for a reference: a user's --max-total-tokens and --max-running-requests win.
 DEFAULT_MAX_TOTAL_TOKENS = 65536
 DEFAULT_MAX_RUNNING_REQUESTS = 32
+STATES_PER_REQUEST = 6
 
 # Backends whose forward is plain PyTorch. A plugin that brings its own adds its name before the arguments resolve.
 ATTENTION_BACKENDS = {"torch_native"}
@@ -97,6 +98,12 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
         if given["max_running_requests"] is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        if given["max_mamba_cache_size"] is None:
+            # Otherwise SGLang sizes the states of linear layers by the machine's memory.
+            server_args.max_mamba_cache_size = STATES_PER_REQUEST * server_args.max_running_requests
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":

@@ -27,8 +27,11 @@ def required_hooks() -> list[Hook]:
     from sglang.srt.platforms import current_platform
 
     from sgl_specflow.runtime import (
+        cpu_gdn_ops,
         cpu_ops,
         cpu_platform,
+        gdn_backend,
+        gdn_state,
         penalties,
         request_checks,
         start_checks,
@@ -42,11 +45,13 @@ def required_hooks() -> list[Hook]:
         *tree_memory.HOOKS,
         *tree_input.HOOKS,
         *tree_backend.HOOKS,
+        *gdn_state.HOOKS,
+        *gdn_backend.HOOKS,
         *penalties.HOOKS,
         *request_checks.HOOKS,
     ]
     if isinstance(current_platform, cpu_platform.CpuReferencePlatform):
-        hooks += cpu_ops.HOOKS
+        hooks += [*cpu_ops.HOOKS, *cpu_gdn_ops.HOOKS]
     return [Hook(*hook) for hook in hooks]
 
 

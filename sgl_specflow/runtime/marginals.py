@@ -7,6 +7,7 @@ from sglang.srt.distributed.communication_op import tensor_model_parallel_all_ga
 from sglang.srt.runtime_context import get_parallel
 
 from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.kernels.tree_step import best_tokens
 
 
 @dataclass
@@ -50,9 +51,8 @@ class TargetVocabulary:
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, H] -> float32 [N, this rank's vocabulary rows]."""
-        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T).float() * self.logit_scale
-        return self.logit_cap * torch.tanh(logits / self.logit_cap) if self.logit_cap else logits
+        """hidden [N, H] -> [N, this rank's vocabulary rows] in the LM head's dtype, neither scaled nor capped."""
+        return torch.matmul(hidden.to(self.weight.dtype), self.weight.T)
 
     def best(self, hidden: torch.Tensor, width: int, wanted: torch.Tensor | None = None):
         """The `width` likeliest tokens of each row, by full-vocabulary log-probability.
@@ -64,9 +64,12 @@ class TargetVocabulary:
             log_probs float32 [N, width] (descending), tokens int64 [N, width], and the wanted tokens' log_probs [N].
         """
         logits = self.logits(hidden)
-        total = logits.logsumexp(1, keepdim=True)
-        values, index = logits.topk(min(width, logits.shape[1]), dim=1)
-        tokens = index + self.first_token
+        values, tokens, total = best_tokens(
+            logits, min(width, logits.shape[1]), scale=self.logit_scale, cap=self.logit_cap
+        )
+        total = total[:, None]
+        if self.first_token:
+            tokens += self.first_token
         asked = None if wanted is None else self._pick(logits, wanted)
         if get_parallel().tp_size > 1:
             total = tensor_model_parallel_all_gather(total, dim=1).logsumexp(1, keepdim=True)
@@ -83,5 +86,7 @@ class TargetVocabulary:
         """logits of the wanted tokens, -inf where they lie on another rank."""
         local = wanted - self.first_token
         here = (local >= 0) & (local < logits.shape[1])
-        picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0].float() * self.logit_scale
+        if self.logit_cap:
+            picked = self.logit_cap * torch.tanh(picked / self.logit_cap)
         return picked.masked_fill(~here, -torch.inf)

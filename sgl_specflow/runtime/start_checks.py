@@ -60,6 +60,24 @@ CONFLICTS = [
     ("speculative_draft_window_size", (None,), "the window is the head's; leave it out"),
 ]
 
+# The same for targets with Gated Delta Net layers.
+HYBRID_CONFLICTS = [
+    (
+        "mamba_radix_cache_strategy",
+        ("auto", "no_buffer", "extra_buffer"),
+        "use --mamba-radix-cache-strategy extra_buffer or no_buffer, or leave it out",
+    ),
+    ("enable_linear_replayssm", (False, None), "a tree verify keeps no state a node already; leave it out"),
+    ("enable_linear_replayssm_spec", (False, None), "a tree verify keeps no state a node already; leave it out"),
+    ("enable_int8_mamba_checkpoint", (False, None), "leave it out"),
+    ("enable_page_major_kv_layout", (False, None), "leave it out"),
+    ("enable_streaming_session", (False, None), "leave it out"),
+    ("mamba_ssm_dtype", (None, "float32", "bfloat16"), "use --mamba-ssm-dtype float32 or bfloat16, or leave it out"),
+]
+
+# Architectures whose linear layers are Gated Delta Net as SGLang's GDN backend runs them.
+HYBRID_ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+
 
 def resolve_server_args(algorithm: str, server_args) -> None:
     """Check everything and write budget, depth, width and request limit into server_args (SGLang's stand-in)."""
@@ -94,9 +112,9 @@ def check_head_first(server_args) -> None:
         load_head_config(arguments)
 
 
-def refuse_conflicts(server_args) -> None:
+def refuse_conflicts(server_args, conflicts=CONFLICTS) -> None:
     """Raise for the first flag that a tree worker does not serve."""
-    for field, fine, todo in CONFLICTS:
+    for field, fine, todo in conflicts:
         value = getattr(server_args, field, fine[0])
         if value not in fine:
             flag = "--" + field.replace("_", "-")
@@ -162,7 +180,7 @@ def check_target(head: HeadConfig, server_args) -> None:
     if model.attention_arch != AttentionArch.MHA:
         _refuse_target(name, f"{model.attention_arch.name} attention", "multi-head or grouped-query attention")
     if mambaish_config(model) is not None:
-        _refuse_target(name, "linear-attention or Mamba layers", "attention in every layer")
+        _check_hybrid(model, server_args)
     if model.is_hybrid_swa:
         _refuse_target(name, "a split cache for sliding-window layers", "one cache for all layers")
     if model.is_multimodal:
@@ -176,6 +194,18 @@ def check_target(head: HeadConfig, server_args) -> None:
             todo="lower --context-length, or raise max_position_embeddings in the head's config.json if it was trained so",
         )
     head.check_against_target(text.hidden_size, model.vocab_size, text.num_hidden_layers, name)
+
+
+def _check_hybrid(model, server_args) -> None:
+    """Of the targets with layers that keep a state, those with Gated Delta Net layers are served."""
+    architecture = model.hf_config.architectures[0]
+    if architecture not in HYBRID_ARCHITECTURES:
+        _refuse_target(
+            server_args.model_path,
+            f"linear-attention or Mamba layers of {architecture}",
+            f"attention in every layer, or Gated Delta Net layers of {', '.join(HYBRID_ARCHITECTURES)}",
+        )
+    refuse_conflicts(server_args, HYBRID_CONFLICTS)
 
 
 def _check_hidden_capture(model, name: str) -> None:

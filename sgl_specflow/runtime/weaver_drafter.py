@@ -8,7 +8,6 @@ from sgl_specflow.runtime.final_hidden import FinalHidden, keep_final_hidden
 from sgl_specflow.runtime.parallel_drafter import ParallelDrafter
 from sgl_specflow.runtime.settings import TreeSettings
 from sgl_specflow.runtime.start_checks import draft_folder
-from sgl_specflow.runtime.step import StepWindow
 from sgl_specflow.tree import TokenTree
 from sgl_specflow.verify import Accepted
 
@@ -41,16 +40,14 @@ class WeaverDrafter(ParallelDrafter):
         weight = self.vocabulary.weight
         self.final_hidden = FinalHidden(rows, weight.shape[1], weight.dtype, weight.device)
 
-    def draft(self, batch, window: StepWindow, max_depth: torch.Tensor | None) -> TokenTree:
-        """A tree of `budget` nodes a request. max_depth int64 [R] caps single requests (0: the anchor only)."""
+    def _grow(self, anchors, hidden, rows, limits, out=None) -> TokenTree:
         settings, adapter = self.settings, self.settings.adapter
-        proposal = self._run_masks(batch, window)[:, 1:]
-        rows = proposal[:, : settings.depth].flatten(0, 1)
-        scores, tokens, _ = self.vocabulary.best(rows, adapter.pool)
-        shape = (window.anchor.numel(), settings.depth, -1)
-        return self.weaver.build_tree(
-            window.anchor,
-            self.final_hidden.read(batch.req_pool_indices),
+        proposal = hidden[:, 1:]
+        scores, tokens, _ = self.vocabulary.best(proposal[:, : settings.depth].flatten(0, 1), adapter.pool)
+        shape = (anchors.numel(), settings.depth, -1)
+        tree = self.weaver.build_tree(
+            anchors,
+            self.final_hidden.read(rows),
             proposal[:, : adapter.prefix],
             tokens.view(shape),
             scores.view(shape),
@@ -58,8 +55,13 @@ class WeaverDrafter(ParallelDrafter):
             adapter.width,
             settings.width,
             adapter.temperature,
-            max_depth,
+            limits,
         )
+        if out is None:
+            return tree
+        for name, value in vars(tree).items():
+            getattr(out, name).copy_(value)
+        return out
 
     def remember_prefill(self, batch, logits_output) -> None:
         """After (a chunk of) a prefill: the state that chose each request's anchor is its last row."""

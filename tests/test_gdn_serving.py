@@ -1,0 +1,126 @@
+"""Trees on a hybrid target (Gated Delta Net and attention layers): token-identical to plain decoding, in float32.
+
+Its layers keep a state that cannot drop a token, so each scenario is a way in which a stale, doubled or foreign state would
+show: rows that change owner, finished requests whose state the prefix cache takes over, checkpoints taken while decoding,
+retracted requests, prompts in chunks.
+"""
+
+from pathlib import Path
+
+import pytest
+from served import (
+    accept_length,
+    generate,
+    make_small_head,
+    make_small_hybrid_target,
+    outcome,
+    serve,
+    tree_flags,
+)
+from test_serving_greedy import greedy, prompts, scenarios
+
+# SGLang keeps conv windows in bfloat16 whatever the model's dtype. Then plain decoding too says something else after a
+# retraction or in other chunks, where the same inputs are read from a prompt and not from a window.
+EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+EXTRA_BUFFER = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
+
+# Both heads, cache strategies, page sizes, chunked prefill, and memory so short that requests are retracted.
+TREE_SERVERS = {
+    "jetflow-64": ("jetflow", 64, []),
+    "ddtree-17-chunked-short-of-memory": (
+        "ddtree",
+        17,
+        ["--chunked-prefill-size", "16", "--max-total-tokens", "330"],
+    ),
+    "jetflow-24-page-16-extra-buffer": ("jetflow", 24, ["--page-size", "16", *EXTRA_BUFFER]),
+}
+SCENARIOS = (
+    "unequal lengths in one batch",
+    "shared prefixes",
+    "exactly max_new_tokens",
+    "end of sequence inside a path",
+    "stop strings",
+    "end of the context window",
+    "penalties of long requests, retracted where memory is short",
+    "custom logit processor",
+    "grammar",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(scope="module")
+def target(folder) -> Path:
+    return make_small_hybrid_target(folder / "target")
+
+
+@pytest.fixture(scope="module")
+def heads(folder) -> dict[str, Path]:
+    shape = dict(num_target_layers=4, target_layer_ids=[0, 2])
+    return {
+        "jetflow": make_small_head(folder / "causal", causal=True, **shape),
+        "ddtree": make_small_head(folder / "bidirectional", causal=False, **shape),
+    }
+
+
+def turns(answers: list[dict] | None = None) -> list[dict]:
+    """Eight conversations: their first turns, or the second ones, which begin with all of the first and its answer."""
+    starts = [ids[:30] for ids in prompts(8, seed=21, longest=80)]
+    if answers is None:
+        return [greedy(ids, 90 + i) for i, ids in enumerate(starts)]
+    return [greedy(ids + answer["output_ids"] + [2 + i], 40) for i, (ids, answer) in enumerate(zip(starts, answers))]
+
+
+@pytest.fixture(scope="module")
+def plain(target, folder):
+    """Plain decoding's answers, by scenario. No prefix cache: each prompt is computed from its first token."""
+    flags = ["--disable-overlap-schedule", "--disable-radix-cache"]
+    with serve(target, folder / "plain.log", *flags, environment=EXACT) as server:
+        answers = {name: generate(server, scenarios()[name]) for name in SCENARIOS}
+        answers["first turns"] = generate(server, turns())
+        answers["second turns"] = generate(server, turns(answers["first turns"]))
+        return answers
+
+
+@pytest.fixture(scope="module", params=TREE_SERVERS)
+def tree_server(request, target, heads, folder, plain):
+    algorithm, budget, flags = TREE_SERVERS[request.param]
+    flags = tree_flags(algorithm, heads[algorithm], budget, *flags)
+    with serve(target, folder / f"{request.param}.log", *flags, environment=EXACT) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_greedy_equals_plain_decoding(tree_server, plain, name):
+    answers = generate(tree_server, scenarios()[name])
+    assert [outcome(a) for a in answers] == [outcome(a) for a in plain[name]]
+    if name == "unequal lengths in one batch":
+        assert accept_length(answers) > 1.3
+
+
+def test_a_second_turn_starts_from_the_state_of_the_first(request, tree_server, plain):
+    """The states that the first turn left in the prefix cache, of decoded tokens too, are those of its tokens."""
+    for _ in range(2):  # again, with every slot and row used before
+        first = generate(tree_server, turns())
+        assert [outcome(a) for a in first] == [outcome(a) for a in plain["first turns"]]
+        second = generate(tree_server, turns(first))
+        assert [outcome(a) for a in second] == [outcome(a) for a in plain["second turns"]]
+    cached = [answer["meta_info"]["cached_tokens"] for answer in second]
+    if "short" not in request.node.callspec.params["tree_server"]:
+        assert max(cached) > 30, f"no state of a decoded token came from the cache: {cached}"
+
+
+def test_memory_really_ran_short(request, tree_server):
+    if "short" not in request.node.callspec.params["tree_server"]:
+        pytest.skip("this server has memory enough")
+    generate(tree_server, scenarios()["penalties of long requests, retracted where memory is short"])
+    assert "retract" in tree_server.log.read_text().lower()
+
+
+def test_no_state_a_node_is_allocated(tree_server):
+    log = tree_server.log.read_text()
+    assert "GiB come back" in log
+    assert "intermediate_ssm_state_cache" not in log
