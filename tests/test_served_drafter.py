@@ -28,8 +28,9 @@ RECORDER = """
 
     def register():
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-        for drafter in ("parallel_drafter.ParallelDrafter", "weaver_drafter.WeaverDrafter"):
-            HookRegistry.register(f"sgl_specflow.runtime.{drafter}.draft", record, HookType.AFTER)
+        HookRegistry.register(
+            "sgl_specflow.runtime.parallel_drafter.ParallelDrafter.draft", record, HookType.AFTER
+        )
 
     def record(tree, drafter, batch, window, max_depth):
         for i, req in enumerate(batch.reqs):
