@@ -28,8 +28,9 @@ RECORDER = """
 
     def register():
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-        for drafter in ("parallel_drafter.ParallelDrafter", "weaver_drafter.WeaverDrafter"):
-            HookRegistry.register(f"sgl_specflow.runtime.{drafter}.draft", record, HookType.AFTER)
+        HookRegistry.register(
+            "sgl_specflow.runtime.parallel_drafter.ParallelDrafter.draft", record, HookType.AFTER
+        )
 
     def record(tree, drafter, batch, window, max_depth):
         for i, req in enumerate(batch.reqs):
@@ -59,13 +60,12 @@ CASES = {
         None,
     ),
     "path refresh": ("jetflow", {}, 24, [], {"path_refresh": True}),
-    "weaver": ("dflash_tfm", {}, 24, ["--page-size", "16", "--chunked-prefill-size", "16"], {"weaver_pool": 13}),
-    "weaver, shallow, short of memory": (
+    "weaver, short of memory": (
         "dflash_tfm",
         {},
         20,
-        ["--speculative-num-steps", "4", "--speculative-eagle-topk", "5", "--max-total-tokens", "230"],
-        {"weaver_width": 3, "weaver_temperature": 0.7},
+        ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "256"],
+        {"weaver_width": 3, "weaver_pool": 13, "weaver_temperature": 0.7},
     ),
 }
 

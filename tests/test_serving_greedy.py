@@ -41,12 +41,11 @@ TREE_SERVERS = {
         {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'},
     ),
     "jetflow-24-page-16-short": ("jetflow", 24, ["--page-size", "16", "--max-total-tokens", "512"], {}),
-    "dflash_tfm-64-chunked": ("dflash_tfm", 64, ["--chunked-prefill-size", "16"], {"weaver": {}}),
-    "dflash_tfm-17-page-16-best-first-short": (
+    "dflash_tfm-33-page-16-chunked-short": (
         "dflash_tfm",
-        17,
-        ["--page-size", "16", "--max-total-tokens", "448", "--speculative-num-steps", "5"],
-        {"weaver": {"weaver_width": 1, "weaver_pool": 9, "weaver_temperature": 1.5}},
+        33,
+        ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "512"],
+        {"weaver": {"weaver_width": 4, "weaver_pool": 13, "weaver_temperature": 1.5}},
     ),
 }
 

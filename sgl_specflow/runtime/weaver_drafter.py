@@ -13,7 +13,11 @@ from sgl_specflow.verify import Accepted
 
 
 class WeaverDrafter(ParallelDrafter):
-    """Drafts trees whose branches are conditional. Every rank holds the whole adapter and grows the same tree."""
+    """Drafts trees whose branches are conditional.
+
+    On one GPU. Under tensor parallelism, which is refused at start, every rank would hold the whole adapter and grow the
+    same tree, and its two tables would have to be made from all ranks' vocabulary rows.
+    """
 
     wants_final_hidden = True
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgl_specflow.drafter.weaver import steps
 from sgl_specflow.drafter.weaver.config import WeaverConfig
 from sgl_specflow.drafter.weaver.reference import EPS, norm_with_bias, rotary_table
 from sgl_specflow.tree import Expansion, TokenTree, build_conditional_tree
@@ -28,12 +29,20 @@ class FoldedWeaver:
         config, tensors: from `checkpoint.load_weaver`, tensors in float32 or wider, on any device.
         embedding: [V, d_embed], the target's. lm_head: [V, d_model], the target's.
         dtype: of the tables, the maps and the arithmetic between them; norms, rotation and scores are in float32 at least.
+        implementation: of the pieces of a round, "torch" or "triton"; None: Triton on CUDA tensors.
     """
 
     def __init__(
-        self, config: WeaverConfig, tensors: dict[str, Tensor], embedding: Tensor, lm_head: Tensor, dtype: torch.dtype
+        self,
+        config: WeaverConfig,
+        tensors: dict[str, Tensor],
+        embedding: Tensor,
+        lm_head: Tensor,
+        dtype: torch.dtype,
+        implementation: str | None = None,
     ):
         self.config = config
+        self.steps = _steps(implementation or ("triton" if embedding.is_cuda else "torch"))
         device = embedding.device
         wide = torch.promote_types(dtype, torch.float32)
         tensors = {name: tensor.to(device, wide) for name, tensor in tensors.items()}
@@ -55,8 +64,6 @@ class FoldedWeaver:
         cos, sin = rotary_table(config, torch.arange(config.depth + 2, device=device), wide)
         # Of a position: what a head is multiplied with, and what its swapped halves are.
         self.turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-        self.seen = torch.zeros((), dtype=dtype, device=device)
-        self.hidden = torch.full((), -torch.inf, dtype=dtype, device=device)
 
     def _token_rows(self, embedding: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         x = norm_with_bias(embedding.to(self.wide), tensors["embed_norm.weight"], tensors["embed_norm.bias"])
@@ -121,7 +128,7 @@ class _Construction:
     ):
         config, device = weaver.config, anchor.device
         self.weaver, self.temperature = weaver, temperature
-        self.pool_tokens = pool_tokens
+        self.pool_tokens = pool_tokens.contiguous()
         self.pool_scores = pool_scores + weaver.query_bias[pool_tokens]
         requests, self.prefix = anchor.shape[0], proposal_hidden.shape[1] + 1
         places = _whole_eights(self.prefix + budget)
@@ -139,8 +146,8 @@ class _Construction:
         weaver, length = self.weaver, self.prefix
         hidden = torch.cat((committed_hidden[:, None].to(weaver.dtype), proposal_hidden.to(weaver.dtype)), dim=1)
         x = F.linear(_normed(hidden), *weaver.proposal)
-        causal = place[: _whole_eights(length)] <= place[:length, None]
-        self._run(x, weaver.turn[:length], 0, causal.expand(x.shape[0], 1, -1, -1))
+        causal = place <= place[:length, None]
+        self._run(x, weaver.turn[None, :length], 0, causal.expand(x.shape[0], -1, -1), attend=steps.attend)
 
     def log_probs(self, nodes: Expansion) -> Tensor:
         """[R, n, P] for `build_conditional_tree`."""
@@ -148,7 +155,7 @@ class _Construction:
         count = nodes.token.shape[1]
         own = self.own[first : first + count]
         if first == 0:
-            visible = (own | self.whole_prefix).expand(nodes.token.shape[0], -1, -1)
+            visible = (own | self.whole_prefix).repeat(nodes.token.shape[0], 1, 1)
         else:
             parents = nodes.parent[:, :, None].expand(-1, -1, self.visible.shape[2])
             visible = self.visible.gather(1, parents) | own
@@ -157,45 +164,37 @@ class _Construction:
         # A dead node may stand deeper than K; what it says is ignored.
         position = (nodes.depth + 1).clamp(max=weaver.turn.shape[0] - 1)
         x = F.embedding(nodes.token, weaver.token_table)
-        end = _whole_eights(self.prefix + first + count)
-        x = self._run(x, weaver.turn[position], self.prefix + first, visible[:, None, :, :end])
-        return self._score(_normed(x), nodes.depth)
-
-    def _run(self, x: Tensor, turn: Tensor, first: int, visible: Tensor) -> Tensor:
-        """The blocks over x [R, n, d_rank], whose keys and values go to places first.. of the buffers.
-
-        turn [(R,) n, 2, head_dim] rotates; visible bool [R, 1, n, places] says what each entry attends to.
-        """
-        weaver, config = self.weaver, self.weaver.config
-        requests, count = x.shape[:2]
-        end = visible.shape[3]
-        cos, sin = (turn[..., part, :].unsqueeze(-2).unsqueeze(-2) for part in (0, 1))
-        mask = torch.where(visible, weaver.seen, weaver.hidden)
-        for layer, block in enumerate(weaver.blocks):
-            qkv = F.linear(_normed(x), *block["qkv"]).view(requests, count, 3, config.num_heads, config.head_dim)
-            qk = qkv[:, :, :2]
-            q, k = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin).transpose(1, 3).unbind(2)
-            self.keys[layer, :, :, first : first + count] = k
-            self.values[layer, :, :, first : first + count] = qkv[:, :, 2].transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(
-                q.to(weaver.dtype), self.keys[layer, :, :, :end], self.values[layer, :, :, :end], attn_mask=mask
-            )
-            x = x + F.linear(mixed.transpose(1, 2).flatten(2), block["o"])
-            gate, up = F.linear(_normed(x), *block["gate_up"]).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, *block["down"])
-        return x
-
-    def _score(self, query: Tensor, depth: Tensor) -> Tensor:
-        """Log-probabilities [R, n, P] over the pools one deeper than the nodes, from normed states [R, n, d_rank]."""
-        _, depths, pool = self.pool_tokens.shape
-        level = depth.clamp(max=depths - 1)[:, :, None].expand(-1, -1, pool)
-        rows = F.embedding(self.pool_tokens.gather(1, level), self.weaver.query_table)
-        logits = self.pool_scores.gather(1, level) + (rows @ query[..., None])[..., 0]
+        query = self._run(x, weaver.turn[position], self.prefix + first, visible, attend=weaver.steps.attend)
+        logits = weaver.steps.pool_logits(
+            query, nodes.depth.contiguous(), self.pool_tokens, self.pool_scores, weaver.query_table
+        )
         return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+
+    def _run(self, x: Tensor, turn: Tensor, first: int, visible: Tensor, attend) -> Tensor:
+        """The blocks over x [R, n, d_rank], keys and values kept at places first..; normed states [R, n, d_rank]."""
+        weaver, heads = self.weaver, self.weaver.config.num_heads
+        normed = _normed(x)
+        for layer, block in enumerate(weaver.blocks):
+            qkv = F.linear(normed, *block["qkv"]).unflatten(-1, (3, heads, -1))
+            mixed = attend(qkv, turn, self.keys[layer], self.values[layer], first, visible)
+            x, normed = weaver.steps.add_norm(x, F.linear(mixed, block["o"]))
+            inner = weaver.steps.silu_mul(F.linear(normed, *block["gate_up"]))
+            x, normed = weaver.steps.add_norm(x, F.linear(inner, *block["down"]))
+        return normed
 
 
 def _whole_eights(count: int) -> int:
     return -(-count // 8) * 8
+
+
+def _steps(implementation: str):
+    if implementation == "torch":
+        return steps
+    if implementation != "triton":
+        raise ValueError(f"implementation is {implementation!r}; give 'torch', 'triton' or None")
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    return triton_steps
 
 
 def _normed(x: Tensor) -> Tensor:
