@@ -129,7 +129,6 @@ def test_limits_given_by_the_user_win(llama):
         ("sampling_backend", "flashinfer", "--sampling-backend pytorch"),
         ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype auto"),
         ("quantization", "fp8", "the default only"),
-        ("tp_size", 2, "--tp-size 1"),
     ],
 )
 def test_a_flag_it_cannot_serve_is_refused_by_name(llama, flag, value, allowed):

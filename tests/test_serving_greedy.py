@@ -26,8 +26,8 @@ from served import (
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 # Each entry: algorithm, budget, further flags, environment ("weaver": options of a server with a Weaver). Together they
-# cover both heads and the Weaver, budgets from 2 to 256, page sizes, radix cache on and off, chunked prefill, path refresh,
-# and KV memory so short that requests are retracted.
+# cover both heads and the Weaver, budgets from 2 to 256, page sizes, two tensor-parallel ranks, radix cache on and off,
+# chunked prefill, path refresh, and KV memory so short that requests are retracted.
 TREE_SERVERS = {
     "jetflow-64": ("jetflow", 64, [], {}),
     "jetspec-2-no-radix": ("jetspec", 2, ["--disable-radix-cache", "--speculative-eagle-topk", "3"], {}),
@@ -40,6 +40,7 @@ TREE_SERVERS = {
         ["--speculative-num-steps", "5"],
         {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'},
     ),
+    "jetflow-64-two-ranks": ("jetflow", 64, ["--tp-size", "2"], {}),
     "jetflow-24-page-16-short": ("jetflow", 24, ["--page-size", "16", "--max-total-tokens", "512"], {}),
     "dflash_tfm-33-page-16-chunked-short": (
         "dflash_tfm",

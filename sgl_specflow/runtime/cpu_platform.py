@@ -88,6 +88,10 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
             # The flag that makes SGLang honour a request's sampling_seed.
             unlisted = ATTENTION_BACKENDS.difference(DETERMINISTIC_ATTENTION_BACKEND_CHOICES)
             add_deterministic_attention_backend_choices(sorted(unlisted))
+        if (given["tp_size"] or 1) > 1:
+            # SGLang wants a share of the cores for each rank; without its kernel library it binds none.
+            cores = f"0-{os.cpu_count() - 1}"
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * given["tp_size"]))
         server_args.device = "cpu"
         server_args.attention_backend = given["attention_backend"] or self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"

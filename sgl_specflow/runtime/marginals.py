@@ -64,11 +64,7 @@ class TargetVocabulary:
             log_probs float32 [N, width] (descending), tokens int64 [N, width], and the asked pairs' log_probs [M].
         """
         logits = self.logits(hidden)
-        values, tokens, total = best_tokens(
-            logits, min(width, logits.shape[1]), scale=self.logit_scale, cap=self.logit_cap
-        )
-        if self.first_token:
-            tokens += self.first_token
+        values, tokens, total = self._best_here(logits, width)
         picked = None if asked is None else self._pick(logits, *asked)
         if get_parallel().tp_size > 1:
             total = tensor_model_parallel_all_gather(total[:, None], dim=1).logsumexp(1)
@@ -81,8 +77,24 @@ class TargetVocabulary:
                 picked = tensor_model_parallel_all_gather(picked[:, None], dim=1).amax(1)
         return values - total[:, None], tokens, None if picked is None else picked - total[asked[0]]
 
+    def _best_here(self, logits: torch.Tensor, width: int):
+        """`best_tokens` of this rank's part of the vocabulary; where it has fewer than `width` tokens, or none (SGLang pads
+        a small vocabulary before it cuts it), the rest is -inf."""
+        rows, here = logits.shape
+        if here >= width:
+            values, tokens, total = best_tokens(logits, width, scale=self.logit_scale, cap=self.logit_cap)
+            return values, tokens + self.first_token, total
+        values = torch.full((rows, width), -torch.inf, device=logits.device)
+        tokens = torch.zeros(rows, width, dtype=torch.int64, device=logits.device)
+        total = torch.full((rows,), -torch.inf, device=logits.device)
+        if here:
+            values[:, :here], tokens[:, :here], total = self._best_here(logits, here)
+        return values, tokens, total
+
     def _pick(self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of single tokens, float32 [M]; -inf where they lie on another rank."""
+        if not logits.shape[1]:
+            return torch.full(tokens.shape, -torch.inf, device=logits.device)
         local = tokens - self.first_token
         here = (local >= 0) & (local < logits.shape[1])
         picked = logits[rows, local.clamp(0, logits.shape[1] - 1)].float() * self.logit_scale
