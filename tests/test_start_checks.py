@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from injected import plugin_environment
-from served import VOCABULARY, make_small_head, make_small_target, serve, tree_flags
+from served import VOCABULARY, make_small_head, make_small_hybrid_target, make_small_target, serve, tree_flags
 from sgl_specflow.launch.server import ServerError
 
 from sgl_specflow.drafter.make import head_config, make_random_head
@@ -139,12 +139,22 @@ def test_conflicting_flags_are_refused_by_name(field, _fine, _todo):
         start_checks.refuse_conflicts(arguments)
 
 
+@pytest.mark.parametrize(
+    "field, _fine, _todo", start_checks.HYBRID_CONFLICTS, ids=[row[0] for row in start_checks.HYBRID_CONFLICTS]
+)
+def test_conflicting_flags_of_hybrid_targets_are_refused_by_name(field, _fine, _todo):
+    arguments = types.SimpleNamespace(speculative_algorithm="JETFLOW", **{field: "something else"})
+    with pytest.raises(SpecflowConfigError, match="--" + field.replace("_", "-")):
+        start_checks.refuse_conflicts(arguments, start_checks.HYBRID_CONFLICTS)
+
+
 def test_every_conflicting_flag_exists_in_sglang():
     from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.server_args import ServerArgs
 
     known = field_names(ServerArgs)
-    assert [row[0] for row in start_checks.CONFLICTS if row[0] not in known] == []
+    conflicts = [*start_checks.CONFLICTS, *start_checks.HYBRID_CONFLICTS]
+    assert [row[0] for row in conflicts if row[0] not in known] == []
 
 
 # --- heads and targets, through SGLang's own resolution ---------------------------------------------------------------
@@ -255,6 +265,10 @@ def resolved(folder, target, causal):
     broken_index = edited_head(folder / "broken-index", causal)
     (broken_index / "model.safetensors.index.json").write_text("{")
     cases["broken index"] = [*model, *tree_flags("jetflow", broken_index, 8)]
+    hybrid = make_small_hybrid_target(folder / "hybrid")
+    head = make_small_head(folder / "hybrid-head", causal=True, num_target_layers=4, target_layer_ids=[0, 2])
+    cases["hybrid"] = ["--model-path", hybrid, *tree_flags("jetflow", head, 8)]
+    cases["hybrid, lazy"] = [*cases["hybrid"], "--mamba-radix-cache-strategy", "extra_buffer_lazy"]
     for number, (named, fields) in enumerate(UNSUPPORTED.items()):
         path = config_only(folder / f"target-{number}", **fields)
         cases[named] = ["--model-path", path, "--skip-tokenizer-init", *tree_flags("jetflow", causal, 8)]
@@ -269,6 +283,12 @@ def test_one_log_line_says_what_was_resolved(resolved):
             line for line in lines if "causal head, budget 8 nodes, depth 7, width 16" in line and algorithm in line
         ]
         assert len(lines) == 1
+
+
+def test_a_hybrid_target_starts_with_the_cache_strategies_that_are_served(resolved):
+    assert resolved["hybrid"][0] is None
+    error, _ = resolved["hybrid, lazy"]
+    assert error.startswith("SpecflowConfigError") and "--mamba-radix-cache-strategy extra_buffer_lazy" in error
 
 
 def test_a_plain_start_needs_no_head(resolved):
