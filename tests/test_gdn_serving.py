@@ -8,6 +8,8 @@ retracted requests, prompts in chunks.
 from pathlib import Path
 
 import pytest
+import torch
+from injected import plugin_environment
 from served import (
     accept_length,
     generate,
@@ -22,11 +24,21 @@ from test_serving_greedy import greedy, prompts, scenarios
 # SGLang keeps conv windows in bfloat16 whatever the model's dtype. Then plain decoding too says something else after a
 # retraction or in other chunks, where the same inputs are read from a prompt and not from a window.
 EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+# SGLang's prefill kernel for the GPU takes no float32: both servers get the one of the CPU platform there.
+FLOAT32_PREFILL = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+def register():
+    from sgl_specflow.runtime.cpu_gdn_ops import chunk_gated_delta_rule
+
+    target = "sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule"
+    HookRegistry.register(target, chunk_gated_delta_rule, HookType.REPLACE)
+"""
 EXTRA_BUFFER = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
 
 # Both heads, cache strategies, page sizes, chunked prefill, and memory so short that requests are retracted.
 TREE_SERVERS = {
-    "jetflow-64": ("jetflow", 64, []),
+    "jetflow-64": ("jetflow", 64, ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]),
     "ddtree-17-chunked-short-of-memory": (
         "ddtree",
         17,
@@ -53,6 +65,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def environment(folder) -> dict[str, str]:
+    return EXACT | (plugin_environment(folder / "plugin", FLOAT32_PREFILL) if torch.cuda.is_available() else {})
+
+
+@pytest.fixture(scope="module")
 def target(folder) -> Path:
     return make_small_hybrid_target(folder / "target")
 
@@ -75,10 +92,10 @@ def turns(answers: list[dict] | None = None) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def plain(target, folder):
+def plain(target, folder, environment):
     """Plain decoding's answers, by scenario. No prefix cache: each prompt is computed from its first token."""
     flags = ["--disable-overlap-schedule", "--disable-radix-cache"]
-    with serve(target, folder / "plain.log", *flags, environment=EXACT) as server:
+    with serve(target, folder / "plain.log", *flags, environment=environment) as server:
         answers = {name: generate(server, scenarios()[name]) for name in SCENARIOS}
         answers["first turns"] = generate(server, turns())
         answers["second turns"] = generate(server, turns(answers["first turns"]))
@@ -86,10 +103,10 @@ def plain(target, folder):
 
 
 @pytest.fixture(scope="module", params=TREE_SERVERS)
-def tree_server(request, target, heads, folder, plain):
+def tree_server(request, target, heads, folder, plain, environment):
     algorithm, budget, flags = TREE_SERVERS[request.param]
     flags = tree_flags(algorithm, heads[algorithm], budget, *flags)
-    with serve(target, folder / f"{request.param}.log", *flags, environment=EXACT) as server:
+    with serve(target, folder / f"{request.param}.log", *flags, environment=environment) as server:
         yield server
 
 
