@@ -13,6 +13,7 @@ from injected import plugin_environment
 from served import (
     accept_length,
     generate,
+    make_multimodal_twin,
     make_small_head,
     make_small_hybrid_target,
     outcome,
@@ -141,3 +142,12 @@ def test_no_state_a_node_is_allocated(tree_server):
     log = tree_server.log.read_text()
     assert "GiB come back" in log
     assert "intermediate_ssm_state_cache" not in log
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(target, heads, folder, plain, environment):
+    twin, name = make_multimodal_twin(target, folder / "twin"), "unequal lengths in one batch"
+    flags = ["--json-model-override-args", '{"language_model_only": true}', "--skip-server-warmup"]
+    flags += tree_flags("jetflow", heads["jetflow"], 32)
+    with serve(twin, folder / "twin.log", *flags, environment=environment) as server:
+        answers = generate(server, scenarios()[name])
+    assert [outcome(a) for a in answers] == [outcome(a) for a in plain[name]]

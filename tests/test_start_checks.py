@@ -10,7 +10,15 @@ import types
 import pytest
 import torch
 from injected import plugin_environment
-from served import VOCABULARY, make_small_head, make_small_hybrid_target, make_small_target, serve, tree_flags
+from served import (
+    VOCABULARY,
+    make_multimodal_twin,
+    make_small_head,
+    make_small_hybrid_target,
+    make_small_target,
+    serve,
+    tree_flags,
+)
 from sgl_specflow.launch.server import ServerError
 
 from sgl_specflow.drafter.make import head_config, make_random_head
@@ -268,6 +276,10 @@ def resolved(folder, target, causal):
     hybrid = make_small_hybrid_target(folder / "hybrid")
     head = make_small_head(folder / "hybrid-head", causal=True, num_target_layers=4, target_layer_ids=[0, 2])
     cases["hybrid"] = ["--model-path", hybrid, *tree_flags("jetflow", head, 8)]
+    twin = make_multimodal_twin(hybrid, folder / "twin")
+    cases["multimodal"] = ["--model-path", twin, *tree_flags("jetflow", head, 8)]
+    text_only = ["--json-model-override-args", '{"language_model_only": true}']
+    cases["multimodal, text only"] = [*cases["multimodal"], *text_only]
     cases["hybrid, lazy"] = [*cases["hybrid"], "--mamba-radix-cache-strategy", "extra_buffer_lazy"]
     for number, (named, fields) in enumerate(UNSUPPORTED.items()):
         path = config_only(folder / f"target-{number}", **fields)
@@ -289,6 +301,12 @@ def test_a_hybrid_target_starts_with_the_cache_strategies_that_are_served(resolv
     assert resolved["hybrid"][0] is None
     error, _ = resolved["hybrid, lazy"]
     assert error.startswith("SpecflowConfigError") and "--mamba-radix-cache-strategy extra_buffer_lazy" in error
+
+
+def test_a_multimodal_target_starts_as_a_language_model(resolved):
+    assert resolved["multimodal, text only"][0] is None
+    error, _ = resolved["multimodal"]
+    assert error.startswith("SpecflowConfigError") and "language_model_only" in error
 
 
 def test_a_plain_start_needs_no_head(resolved):
