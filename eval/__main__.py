@@ -5,8 +5,10 @@ import sys
 
 COMMANDS = {
     "gdn": "Gated Delta Net tree verify against SGLang's recurrent one, on a GPU",
+    "inflation": "the time of a speculative step over a plain one, full-size shapes, on a GPU",
     "lossless": "greedy tree decoding against plain decoding, token for token",
     "tree_attention": "tree attention against SGLang's tree verify, on a GPU",
+    "weaver": "the Weaver's construction of trees in a CUDA graph, on a GPU",
 }
 
 

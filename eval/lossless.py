@@ -11,7 +11,7 @@ import itertools
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -104,29 +104,30 @@ def main(arguments: list[str] | None = None) -> int:
 
     missing = {key: [batch for batch in batches if (*key, batch) not in done] for key, batches in runs.items()}
     missing = {key: batches for key, batches in missing.items() if batches}
-    plain: dict[int, list[Answer]] = {}
-    if missing:
-        every = sorted({batch for batches in missing.values() for batch in batches})
-        plain = answers(base, jobs, every, options.logs / "lossless-plain.log")
     writing = threading.Lock()
 
-    def measure(key: tuple[str, int, int]) -> None:
+    def measure(key: tuple[str, int, int], plain: Future) -> None:
         algorithm, budget, page = key
         begun = time.monotonic()
         flags = [*base, "--page-size", str(page), "--speculative-algorithm", algorithm]
         flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]
         flags += ["--speculative-num-draft-tokens", str(budget)]
         tree = answers(flags, jobs, missing[key], options.logs / f"lossless-{algorithm}-{budget}-{page}.log")
+        expected = plain.result()
         with writing:
             for batch in missing[key]:
                 row = {"algorithm": algorithm, "budget": budget, "page_size": page, "batch": batch}
-                result["rows"].append(row | compare(plain[batch], tree[batch]))
+                result["rows"].append(row | compare(expected[batch], tree[batch]))
                 print(json.dumps(result["rows"][-1]), f"({time.monotonic() - begun:.0f} s)", flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with ThreadPoolExecutor(options.parallel) as pool:
-        list(pool.map(measure, missing))
+        every = sorted({batch for batches in missing.values() for batch in batches})
+        if every:
+            plain = pool.submit(answers, base, jobs, every, options.logs / "lossless-plain.log")
+        for outcome in [pool.submit(measure, key, plain) for key in missing]:
+            outcome.result()
     wrong = [row for row in result["rows"] if row["identical"] != row["prompts"]]
     print(f"lossless: runs={len(result['rows'])} identical={len(result['rows']) - len(wrong)}")
     return 1 if wrong else 0

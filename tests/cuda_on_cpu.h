@@ -3,6 +3,7 @@
 // starts as NaN, asynchronous copies land at the wait, and the order of warps can be reversed to expose races.
 #pragma once
 #define GDN_TREE_ON_CPU
+#define CUDA_ON_CPU
 
 #include <csetjmp>
 #include <cmath>
@@ -224,6 +225,11 @@ inline void ballot(unsigned (*in)[12], unsigned (*out)[4]) {
     for (int lane = 0; lane < 32; ++lane) bits |= (in[lane][0] ? 1u : 0u) << lane;
     for (int lane = 0; lane < 32; ++lane) out[lane][0] = bits;
 }
+inline void greatest(unsigned (*in)[12], unsigned (*out)[4]) {
+    unsigned most = 0;
+    for (int lane = 0; lane < 32; ++lane) most = in[lane][0] > most ? in[lane][0] : most;
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = most;
+}
 
 }  // namespace on_cpu
 
@@ -250,6 +256,7 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes) {
     return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) { return on_cpu::meet(on_cpu::greatest, {x})[0]; }
 inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
 
 inline void copy_async_16(void* to, const void* from, bool valid) {

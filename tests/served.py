@@ -15,10 +15,12 @@ from sgl_specflow.launch.server import Server, start
 from tiny_models import save_random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
+from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.checkpoint import save_head
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.make import head_config, random_tensors
+from sgl_specflow.drafter.weaver import save_weaver
 
 VOCABULARY = 16
 LAYERS = 3
@@ -137,6 +139,20 @@ def make_small_head(folder: Path, causal: bool, block_size: int = 8, confidence:
     tensors["norm.weight"] *= confidence
     save_head(folder, parsed, tensors)
     return Path(folder)
+
+
+def make_small_weaver(folder: Path, strength: float = 0.1, **changes) -> Path:
+    """A random Weaver for the small target and its bidirectional head. `strength` scales what it adds to the head's scores:
+    small keeps the head's trees wide, yet different on every branch."""
+    shape = dict(d_model=64, d_embed=64, d_rank=32, num_heads=2, K=7, candidate_pool_size=VOCABULARY)
+    config = weaver_config(**{**shape, **changes})
+    save_weaver(folder, config, random_weaver(config, seed=4, strength=strength, dtype=torch.float32))
+    return Path(folder)
+
+
+def weaver_options(weaver: Path, **more) -> dict[str, str]:
+    """The environment that gives a server its Weaver."""
+    return {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": str(weaver), **more})}
 
 
 def serve(target: Path, log: Path, *flags: str, environment: dict | None = None, timeout: float = 420) -> Server:

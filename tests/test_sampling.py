@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from served import accept_length, generate, make_small_head, make_small_target, serve, tree_flags
+from served import (
+    accept_length,
+    generate,
+    make_small_head,
+    make_small_target,
+    make_small_weaver,
+    serve,
+    tree_flags,
+    weaver_options,
+)
 from transformers import AutoModelForCausalLM
 
 from sgl_specflow.tree import build_tree
@@ -139,6 +148,7 @@ SERVED = {
         "top-k 8, top-p 0.9, temperature 1.3": {"top_k": 8, "top_p": 0.9, "temperature": 1.3},
     },
     "does not help": {"temperature 1": {}},
+    "helps, with a Weaver": {"top-k 8, top-p 0.9, temperature 1.3": {"top_k": 8, "top_p": 0.9, "temperature": 1.3}},
 }
 CASES = [(kind, name) for kind, samplers in SERVED.items() for name in samplers]
 
@@ -151,11 +161,12 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(request, target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    helps = request.param == "helps"
-    head = make_small_head(folder / "head", causal=True, confidence=0.05 if helps else 1.0)
+    helps, with_weaver = request.param.startswith("helps"), "Weaver" in request.param
+    head = make_small_head(folder / "head", causal=not with_weaver, confidence=0.05 if helps else 1.0)
     budget, more = (24, ()) if helps else (3, ("--speculative-eagle-topk", "1"))
-    flags = tree_flags("jetflow", head, budget, *more, "--max-running-requests", "64")
-    with serve(target, folder / "log", *flags) as running:
+    flags = tree_flags("dflash_tfm" if with_weaver else "jetflow", head, budget, *more, "--max-running-requests", "64")
+    environment = weaver_options(make_small_weaver(folder / "weaver")) if with_weaver else None
+    with serve(target, folder / "log", *flags, environment=environment) as running:
         yield request.param, running
 
 
@@ -206,4 +217,4 @@ def test_served_sampling_has_the_exact_distribution(server, target, sampler):
     counts = np.bincount(drawn @ np.array([VOCAB**2, VOCAB, 1]), minlength=VOCAB**LENGTH)
     assert chi_square_p_value(counts, exact_joint(target, **params)) > SIGNIFICANCE
     # The tree that helps commits two tokens and more in the step after the prefill; the other hardly ever does.
-    assert (accept_length(answers) > 2.2) == (kind == "helps")
+    assert (accept_length(answers) > 2.2) == kind.startswith("helps")

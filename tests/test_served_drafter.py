@@ -6,16 +6,19 @@ values (prefill, chunks, cached prefix, commit after every step), positions, blo
 have to be right for the trees to be equal.
 """
 
+import json
+
 import pytest
 import torch
 from injected import plugin_environment
-from served import generate, make_small_head, make_small_target, serve, tree_flags
+from served import VOCABULARY, generate, make_small_head, make_small_target, make_small_weaver, serve, tree_flags
 from test_serving_greedy import greedy, prompts
 from transformers import AutoModelForCausalLM
 
 from sgl_specflow.drafter.checkpoint import load_tensors
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
+from sgl_specflow.drafter.weaver import FoldedWeaver, load_weaver
 from sgl_specflow.training.target_states import FrozenTarget
 from sgl_specflow.tree import TokenTree, build_tree
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
@@ -56,7 +59,14 @@ CASES = {
         [],
         None,
     ),
-    "path refresh": ("jetflow", {}, 24, [], '{"path_refresh": true}'),
+    "path refresh": ("jetflow", {}, 24, [], {"path_refresh": True}),
+    "weaver, short of memory": (
+        "dflash_tfm",
+        {},
+        20,
+        ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "256"],
+        {"weaver_width": 3, "weaver_pool": 13, "weaver_temperature": 0.7},
+    ),
 }
 
 
@@ -67,23 +77,35 @@ def recorded(request, tmp_path_factory):
     target = make_small_target(folder / "target")
     head = make_small_head(folder / "head", causal=algorithm == "jetflow", confidence=0.3, **changes)
     environment = plugin_environment(folder / "plugin", RECORDER) | {"TREES": str(folder / "trees.pt")}
+    if algorithm == "dflash_tfm":
+        options = {"weaver": str(make_small_weaver(folder / "weaver", strength=1.0)), **options}
     if options:
-        environment["SGL_SPECFLOW_OPTIONS"] = options
+        environment["SGL_SPECFLOW_OPTIONS"] = json.dumps(options)
     shared = prompts(1, seed=30, longest=50)[0] + [3] * 20
     requests = [greedy(ids, 16) for ids in [*prompts(4, seed=31), shared + [4, 5], shared + [6]]]
     with serve(target, folder / "log", *tree_flags(algorithm, head, budget, *flags), environment=environment) as server:
         generate(server, requests, at_once=3)
     rows = torch.load(folder / "trees.pt")
     assert len(rows) > 40
-    return target, head, budget, flags, bool(options), rows
+    if "--max-total-tokens" in flags:
+        assert "retract" in (folder / "log").read_text().lower()
+    return target, head, budget, flags, options or {}, rows
 
 
 def reference_tree(
-    target: FrozenTarget, head: ReferenceHead, committed: list[int], budget: int, depth: int, width: int, refresh: bool
+    target: FrozenTarget,
+    head: ReferenceHead,
+    weaver: FoldedWeaver | None,
+    committed: list[int],
+    budget: int,
+    depth: int,
+    width: int,
+    options: dict,
 ) -> TokenTree:
     config = head.config
     tokens = torch.tensor(committed)
-    states = target.states(tokens[None, :-1])[0][0]
+    states, final = (out[0] for out in target.states(tokens[None, :-1]))
+    refresh = "path_refresh" in options
     length = len(committed) - 1
     context = head.context_kv(head.project_context(states), torch.arange(length))
 
@@ -96,7 +118,13 @@ def reference_tree(
     size = depth + 1 if config.causal_head else min(config.block_size, budget)
     ids = torch.full((size,), config.mask_token_id)
     ids[0] = tokens[-1]
-    best = log_probs(block(ids, torch.arange(size))[1 : depth + 1]).topk(width, dim=-1)
+    drafted = block(ids, torch.arange(size))[1:]
+    if weaver:
+        pool = log_probs(drafted[:depth]).topk(options.get("weaver_pool", VOCABULARY), dim=-1)
+        inputs = (tokens[-1:], final[-1:], drafted[None], pool.indices[None], pool.values[None])
+        simultaneous, temperature = options.get("weaver_width", 8), options.get("weaver_temperature", 1.0)
+        return weaver.build_tree(*inputs, budget, simultaneous, width, temperature)
+    best = log_probs(drafted[:depth]).topk(width, dim=-1)
     first = budget // 2 if refresh else budget
     tree = build_tree(tokens[-1:], best.values[None].float(), best.indices[None], first)
     if not refresh:
@@ -110,17 +138,21 @@ def reference_tree(
 
 
 def test_served_trees_are_the_reference_trees(recorded):
-    target_folder, head_folder, budget, flags, refresh, rows = recorded
+    target_folder, head_folder, budget, flags, options, rows = recorded
     config = HeadConfig.load(head_folder)
     head = ReferenceHead(config, load_tensors(head_folder, torch.float64))
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float64)
     target = FrozenTarget(model, config.target_layer_ids)
+    weaver = None
+    if "weaver" in options:
+        loaded = load_weaver(options["weaver"])
+        weaver = FoldedWeaver(*loaded, target.embedding, target.lm_head, torch.float64)
     depth = int(flags[flags.index("--speculative-num-steps") + 1]) if "--speculative-num-steps" in flags else 7
     width = int(flags[flags.index("--speculative-eagle-topk") + 1]) if "--speculative-eagle-topk" in flags else 16
     equal = 0
     for committed, length, token, parent in rows:
         assert length == len(committed) - 1
-        expected = reference_tree(target, head, committed, budget, depth, width, refresh)
+        expected = reference_tree(target, head, weaver, committed, budget, depth, width, options)
         expected.check()
         equal += bool((expected.token[0] == token).all() and (expected.parent[0] == parent).all())
     # A float32 score may swap two near-equal nodes; anything wrong in the pass changes nearly every tree.

@@ -16,15 +16,18 @@ from served import (
     get,
     make_small_head,
     make_small_target,
+    make_small_weaver,
     outcome,
     post,
     serve,
     tree_flags,
+    weaver_options,
 )
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-# Each entry: algorithm, budget, further flags, environment. Together they cover both heads, budgets from 2 to 256, page
-# sizes, radix cache on and off, chunked prefill, path refresh, and KV memory so short that requests are retracted.
+# Each entry: algorithm, budget, further flags, environment ("weaver": options of a server with a Weaver). Together they
+# cover both heads and the Weaver, budgets from 2 to 256, page sizes, radix cache on and off, chunked prefill, path refresh,
+# and KV memory so short that requests are retracted.
 TREE_SERVERS = {
     "jetflow-64": ("jetflow", 64, [], {}),
     "jetspec-2-no-radix": ("jetspec", 2, ["--disable-radix-cache", "--speculative-eagle-topk", "3"], {}),
@@ -38,6 +41,12 @@ TREE_SERVERS = {
         {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'},
     ),
     "jetflow-24-page-16-short": ("jetflow", 24, ["--page-size", "16", "--max-total-tokens", "512"], {}),
+    "dflash_tfm-33-page-16-chunked-short": (
+        "dflash_tfm",
+        33,
+        ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "512"],
+        {"weaver": {"weaver_width": 4, "weaver_pool": 13, "weaver_temperature": 1.5}},
+    ),
 }
 
 
@@ -119,7 +128,13 @@ def heads(folder):
         "jetflow": make_small_head(folder / "causal", causal=True),
         "jetspec": make_small_head(folder / "sure", causal=True, confidence=1.0),
         "ddtree": make_small_head(folder / "bidirectional", causal=False),
+        "dflash_tfm": make_small_head(folder / "bidirectional", causal=False),
     }
+
+
+@pytest.fixture(scope="module")
+def weaver(folder):
+    return make_small_weaver(folder / "weaver")
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +145,12 @@ def plain(target, folder):
 
 
 @pytest.fixture(scope="module", params=TREE_SERVERS)
-def tree_server(request, target, heads, folder, plain):
+def tree_server(request, target, heads, weaver, folder, plain):
     algorithm, budget, flags, environment = TREE_SERVERS[request.param]
     log = folder / f"{request.param}.log"
     flags = tree_flags(algorithm, heads[algorithm], budget, *flags)
+    if "weaver" in environment:
+        environment = weaver_options(weaver, **environment["weaver"])
     with serve(target, log, *flags, environment=environment) as server:
         yield server
 

@@ -16,15 +16,17 @@ from served import (
     make_small_head,
     make_small_hybrid_target,
     make_small_target,
+    make_small_weaver,
     serve,
     tree_flags,
+    weaver_options,
 )
 from sgl_specflow.launch.server import ServerError
 
 from sgl_specflow.drafter.make import head_config, make_random_head
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime import hooks, start_checks
-from sgl_specflow.runtime.settings import Options, TreeSettings
+from sgl_specflow.runtime.settings import AdapterSettings, Options, TreeSettings
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +132,104 @@ def test_defaults_come_from_the_head(causal, bidirectional):
     assert settings_for(causal, depth=2).block == 3
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"path": true}', '{"path_refresh": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"path": true}',
+        '{"path_refresh": 1}',
+        '{"weaver": 3}',
+        '{"weaver": ""}',
+        '{"weaver_width": true}',
+        '{"weaver_pool": 1.5}',
+        '{"weaver_temperature": "hot"}',
+    ],
+)
 def test_unknown_options_are_refused(monkeypatch, text):
     monkeypatch.setenv("SGL_SPECFLOW_OPTIONS", text)
     with pytest.raises(SpecflowConfigError, match="SGL_SPECFLOW_OPTIONS"):
         Options.from_environment()
+
+
+# --- the Weaver ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weaver(folder):
+    return make_small_weaver(folder / "weaver")
+
+
+def test_a_weavers_defaults_come_from_its_checkpoint(bidirectional, weaver):
+    settings = settings_for(bidirectional, "DFLASH_TFM", weaver=str(weaver))
+    assert (settings.depth, settings.block) == (7, 8)
+    assert settings.adapter == AdapterSettings(weaver, 8, VOCABULARY, 1.0, 7)
+    narrow = settings_for(
+        bidirectional, "DFLASH_TFM", 5, weaver=str(weaver), weaver_width=1, weaver_pool=3, weaver_temperature=2
+    )
+    assert narrow.adapter == AdapterSettings(weaver, 1, 3, 2.0, 4) and narrow.depth == 4
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"weaver": None}, "without a Weaver"),
+        ({"weaver": "/nowhere/weaver.pt"}, "/nowhere/weaver.pt"),
+        ({"weaver_width": 0}, "weaver_width 0"),
+        ({"weaver_width": 257}, "weaver_width 257"),
+        ({"weaver_pool": 0}, "weaver_pool 0"),
+        ({"weaver_pool": VOCABULARY + 1}, f"weaver_pool {VOCABULARY + 1}"),
+        ({"weaver_temperature": 0}, "weaver_temperature 0"),
+        ({"weaver_temperature": float("nan")}, "weaver_temperature nan"),
+        ({"depth": 8}, "--speculative-num-steps 8"),
+        ({"path_refresh": True}, "path_refresh with a bidirectional head"),
+    ],
+)
+def test_weaver_options_out_of_range_are_refused_by_name(bidirectional, weaver, arguments, named):
+    with pytest.raises(SpecflowConfigError, match=named) as error:
+        settings_for(bidirectional, "DFLASH_TFM", **{"weaver": str(weaver), **arguments})
+    assert "Allowed:" in str(error.value) and "To do:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "option", [{"weaver": "x"}, {"weaver_width": 8}, {"weaver_pool": 4}, {"weaver_temperature": 1.0}]
+)
+def test_weaver_options_with_another_algorithm_are_refused(causal, bidirectional, option):
+    for head, algorithm in ((causal, "JETFLOW"), (bidirectional, "DDTREE")):
+        with pytest.raises(SpecflowConfigError, match=f"{next(iter(option))} with --speculative-algorithm"):
+            settings_for(head, algorithm, **option)
+
+
+def test_a_weaver_of_another_head_or_kind_is_refused(causal, bidirectional, weaver, folder):
+    with pytest.raises(SpecflowConfigError, match="dflash_tfm with a causal head"):
+        settings_for(causal, "DFLASH_TFM", weaver=str(weaver))
+    for changes, named in (
+        ({"d_model": 32}, "d_model 32"),
+        ({"d_embed": 32}, "d_embed 32"),
+        ({"K": 8}, "K 8, the head predicts 7"),
+        ({"candidate_pool_size": 99}, "candidate_pool_size 99"),
+    ):
+        other = make_small_weaver(folder / f"weaver-{next(iter(changes))}", **changes)
+        with pytest.raises(SpecflowConfigError, match=named):
+            settings_for(bidirectional, "DFLASH_TFM", weaver=str(other))
+
+
+def test_weights_that_want_more_than_tensors_are_refused(bidirectional, folder):
+    class Code:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    torch.save({"config": Code(), "state_dict": {}}, folder / "code.pt")
+    with pytest.raises(SpecflowConfigError, match="wants code run"):
+        settings_for(bidirectional, "DFLASH_TFM", weaver=str(folder / "code.pt"))
+
+
+def test_a_start_with_a_weaver_says_what_was_resolved(target, bidirectional, weaver):
+    flags = {"x": ["--model-path", target, *tree_flags("dflash_tfm", bidirectional, 8)]}
+    error, lines = resolve_all(flags, weaver_options(weaver, weaver_width=4))["x"]
+    assert error is None and len(lines) == 1
+    assert "dflash_tfm, bidirectional head, budget 8 nodes, depth 7" in lines[0]
+    assert f"Weaver {weaver}: 4 nodes at once, pool 16, temperature 1" in lines[0]
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -249,7 +344,7 @@ UNSUPPORTED = {
 
 
 @pytest.fixture(scope="module")
-def resolved(folder, target, causal):
+def resolved(folder, target, causal, bidirectional):
     """Every case at once: importing SGLang takes far longer than resolving."""
     model = ["--model-path", target]
     cases = {
@@ -258,6 +353,7 @@ def resolved(folder, target, causal):
         "plain": model,
         "no head": [*model, "--speculative-algorithm", "jetflow"],
         "pipeline": [*model, *tree_flags("jetflow", causal, 8), "--pp-size", "2"],
+        "no weaver": [*model, *tree_flags("dflash_tfm", bidirectional, 8)],
     }
     for how in BROKEN:
         cases[how] = [*model, *tree_flags("jetflow", broken_head(folder, causal, how), 8)]
@@ -347,6 +443,10 @@ def test_an_unsupported_target_is_refused(resolved, named):
 
 def test_a_start_without_a_head_is_refused(resolved):
     assert "no --speculative-draft-model-path" in resolved["no head"][0]
+
+
+def test_a_start_without_a_weaver_is_refused(resolved):
+    assert "without a Weaver" in resolved["no weaver"][0] and "SGL_SPECFLOW_OPTIONS" in resolved["no weaver"][0]
 
 
 def test_pipeline_parallelism_is_refused(resolved):

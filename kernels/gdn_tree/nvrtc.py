@@ -85,17 +85,20 @@ class LoadedKernels:
         self._driver = driver = _driver()
         self._cubin = cubin  # the library may read it later
         self._library = _checked(driver, driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
-        self._functions: dict[str, object] = {}
+        self._functions: dict[str, tuple[object, int]] = {}  # with the shared memory that each may use
 
     def function(self, name: str, shared_bytes: int):
-        if name not in self._functions:
+        """The kernel, allowed to use at least `shared_bytes`."""
+        function, allowed = self._functions.get(name, (None, -1))
+        if shared_bytes > allowed:
             driver = self._driver
-            kernel = _checked(driver, driver.cuLibraryGetKernel(self._library, name.encode()))
-            function = _checked(driver, driver.cuKernelGetFunction(kernel))
+            if function is None:
+                kernel = _checked(driver, driver.cuLibraryGetKernel(self._library, name.encode()))
+                function = _checked(driver, driver.cuKernelGetFunction(kernel))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver, driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-            self._functions[name] = function
-        return self._functions[name]
+            self._functions[name] = function, shared_bytes
+        return function
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument

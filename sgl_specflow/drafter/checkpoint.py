@@ -39,20 +39,26 @@ def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 def check_shapes(shapes: dict[str, tuple[int, ...]], config: HeadConfig, source: str) -> None:
     """Refuse missing, unexpected or wrongly shaped tensors, all named. Raises SpecflowConfigError."""
-    expected = expected_shapes(config)
+    compare_shapes(shapes, expected_shapes(config), source, "the DFlash format", FETCH_AGAIN)
+
+
+def compare_shapes(
+    shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], source: str, layout: str, todo: str
+) -> None:
+    """Raise SpecflowConfigError unless `shapes` are those of `expected`, name by name; `layout` names the format."""
     problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in shapes]
     problems += [f"unexpected {name} {list(shapes[name])}" for name in shapes if name not in expected]
     problems += [
-        f"{name} is {list(shapes[name])} where config.json asks for {list(shape)}"
+        f"{name} is {list(shapes[name])} where the config asks for {list(shape)}"
         for name, shape in expected.items()
         if name in shapes and tuple(shapes[name]) != shape
     ]
     if problems:
         listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise SpecflowConfigError(
-            given=f"{source}, whose tensors do not fit its config.json: {listed}",
-            allowed="exactly the tensors of the DFlash format, in the shapes that config.json implies",
-            todo=f"{FETCH_AGAIN}, or mend config.json",
+            given=f"{source}, whose tensors do not fit its config: {listed}",
+            allowed=f"exactly the tensors of {layout}, in the shapes that the config implies",
+            todo=f"{todo}, or mend the config",
         )
 
 
@@ -62,17 +68,29 @@ def check_checkpoint(folder: str | Path) -> HeadConfig:
     Raises SpecflowConfigError for a missing config, file or shard, a truncated file, and what `check_shapes` refuses.
     """
     config = HeadConfig.load(folder)
+    check_shapes(stored_shapes(folder), config, str(folder))
+    return config
+
+
+def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name from the safetensors headers of a folder. Same errors as `check_checkpoint`."""
     shapes = {}
     for path in _files(Path(folder)):
         with _opened(path) as file:
             shapes |= {_name(key): tuple(file.get_slice(key).get_shape()) for key in file.keys() if _is_weight(key)}
-    check_shapes(shapes, config, str(folder))
-    return config
+    return shapes
 
 
 def load_tensors(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The tensors by the names of `expected_shapes`, in `dtype` (None: as stored), checked by `check_checkpoint`."""
     check_checkpoint(folder)
+    return stored_tensors(folder, dtype, device)
+
+
+def stored_tensors(
+    folder: str | Path, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors files, unchecked."""
     tensors = {}
     for path in _files(Path(folder)):
         with _opened(path) as file:
@@ -82,10 +100,15 @@ def load_tensors(folder: str | Path, dtype: torch.dtype | None = None, device: s
 
 def save_head(folder: str | Path, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> None:
     """Write `config.raw` and `tensors` as a Hugging Face folder, in shards of at most 15 MiB. Same errors as a load."""
-    folder = Path(folder)
     check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, str(folder))
+    save_sharded(folder, config.raw, {name: tensors[name] for name in expected_shapes(config)})
+
+
+def save_sharded(folder: str | Path, raw_config: dict, tensors: dict[str, torch.Tensor]) -> None:
+    """Write config.json and `tensors`, in their order, as safetensors shards of at most 15 MiB with an index."""
+    folder = Path(folder)
     shards, size = [{}], 0
-    for name in expected_shapes(config):
+    for name in tensors:
         tensor = tensors[name].detach().cpu().contiguous()
         if shards[-1] and size + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append({})
@@ -95,7 +118,7 @@ def save_head(folder: str | Path, config: HeadConfig, tensors: dict[str, torch.T
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (*folder.glob("model*.safetensors"), folder / INDEX):
         stale.unlink(missing_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.raw, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]

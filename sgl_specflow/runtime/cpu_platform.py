@@ -165,7 +165,6 @@ def _refuse_conflicts(given: dict) -> None:
         "quantization": [],
         "enable_torch_compile": [False],
         "enable_unified_memory": [False],
-        "tp_size": [1],
         "pp_size": [1],
         "dp_size": [1],
     }

@@ -7,6 +7,7 @@ from sglang.srt.distributed.communication_op import tensor_model_parallel_all_ga
 from sglang.srt.runtime_context import get_parallel
 
 from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.kernels.tree_step import best_tokens
 
 
 @dataclass
@@ -50,38 +51,41 @@ class TargetVocabulary:
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, H] -> float32 [N, this rank's vocabulary rows]."""
-        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T).float() * self.logit_scale
-        return self.logit_cap * torch.tanh(logits / self.logit_cap) if self.logit_cap else logits
+        """hidden [N, H] -> [N, this rank's vocabulary rows] in the LM head's dtype, neither scaled nor capped."""
+        return torch.matmul(hidden.to(self.weight.dtype), self.weight.T)
 
-    def best(self, hidden: torch.Tensor, width: int, wanted: torch.Tensor | None = None):
+    def best(self, hidden: torch.Tensor, width: int, asked: tuple[torch.Tensor, torch.Tensor] | None = None):
         """The `width` likeliest tokens of each row, by full-vocabulary log-probability.
 
         Args:
-            hidden: [N, H], the head's output. wanted: int64 [N], one further token a row to score, or None.
+            hidden: [N, H], the head's output. asked: rows and tokens, both int64 [M], of further pairs to score, or None.
 
         Returns:
-            log_probs float32 [N, width] (descending), tokens int64 [N, width], and the wanted tokens' log_probs [N].
+            log_probs float32 [N, width] (descending), tokens int64 [N, width], and the asked pairs' log_probs [M].
         """
         logits = self.logits(hidden)
-        total = logits.logsumexp(1, keepdim=True)
-        values, index = logits.topk(min(width, logits.shape[1]), dim=1)
-        tokens = index + self.first_token
-        asked = None if wanted is None else self._pick(logits, wanted)
+        values, tokens, total = best_tokens(
+            logits, min(width, logits.shape[1]), scale=self.logit_scale, cap=self.logit_cap
+        )
+        if self.first_token:
+            tokens += self.first_token
+        picked = None if asked is None else self._pick(logits, *asked)
         if get_parallel().tp_size > 1:
-            total = tensor_model_parallel_all_gather(total, dim=1).logsumexp(1, keepdim=True)
+            total = tensor_model_parallel_all_gather(total[:, None], dim=1).logsumexp(1)
             values = tensor_model_parallel_all_gather(values, dim=1)
             tokens = tensor_model_parallel_all_gather(tokens, dim=1)
             # Stable: ranks hold ascending parts of the vocabulary, so ties go to the smaller token, as on one rank.
             values, order = values.sort(dim=1, descending=True, stable=True)
             values, tokens = values[:, :width], tokens.gather(1, order[:, :width])
-            if asked is not None:
-                asked = tensor_model_parallel_all_gather(asked[:, None], dim=1).amax(1)
-        return values - total, tokens, None if asked is None else asked - total[:, 0]
+            if picked is not None:
+                picked = tensor_model_parallel_all_gather(picked[:, None], dim=1).amax(1)
+        return values - total[:, None], tokens, None if picked is None else picked - total[asked[0]]
 
-    def _pick(self, logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """logits of the wanted tokens, -inf where they lie on another rank."""
-        local = wanted - self.first_token
+    def _pick(self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of single tokens, float32 [M]; -inf where they lie on another rank."""
+        local = tokens - self.first_token
         here = (local >= 0) & (local < logits.shape[1])
-        picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        picked = logits[rows, local.clamp(0, logits.shape[1] - 1)].float() * self.logit_scale
+        if self.logit_cap:
+            picked = self.logit_cap * torch.tanh(picked / self.logit_cap)
         return picked.masked_fill(~here, -torch.inf)

@@ -5,25 +5,31 @@ draft KV pool at the slots of the target's tokens, so a cached prefix serves bot
 whose attention pattern is given as bits (`TreeInput`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import attention_backends, get_exec
+from sglang.srt.runtime_context import attention_backends
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
+from sgl_specflow.kernels.tree_step import tree_from_marginals
+from sgl_specflow.runtime.draft_graph import DraftTail
 from sgl_specflow.runtime.marginals import TargetVocabulary
 from sgl_specflow.runtime.settings import TreeSettings
 from sgl_specflow.runtime.step import StepWindow
 from sgl_specflow.runtime.tree_input import TreeInput
-from sgl_specflow.tree import TokenTree, build_tree
+from sgl_specflow.tree import TokenTree
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
 from sgl_specflow.tree.token_tree import pack_bits
 
 
 class ParallelDrafter:
     """Drafts a token tree a request from one pass of the head (two with path refresh)."""
+
+    wants_final_hidden = False
 
     def __init__(self, settings: TreeSettings, server_args, gpu_id: int, nccl_port: int, target_worker):
         self.settings = settings
@@ -50,6 +56,9 @@ class ParallelDrafter:
         self.block_depth = torch.arange(settings.block, device=runner.device)
         visible = torch.ones(settings.block, settings.block, dtype=torch.bool, device=runner.device)
         self.block_bits = pack_bits(visible.tril() if settings.causal else visible)
+        # Path refresh drafts half a tree first.
+        self.first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
+        self.tail: DraftTail | None = None
 
     def alloc_memory_pool(self, **pools) -> None:
         with draft_tp_context(self.layout):
@@ -59,12 +68,16 @@ class ParallelDrafter:
         with draft_pp_context(), draft_tp_context(self.layout):
             self.worker.init_attention_backends()
 
-    def init_cuda_graphs(self) -> None:
-        from sglang.srt.model_executor.cuda_graph_config import Backend
-
-        capture = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+    def init_cuda_graphs(self, sizes: Sequence[int]) -> None:
+        """Capture the head's pass, tree building included, for batches of `sizes`; none: the head runs eagerly."""
+        if sizes:
+            settings = self.settings
+            self.tail = DraftTail(
+                self._grow, max(sizes), self.first_budget, settings.block, settings.depth, self.block_depth.device
+            )
+            self.runner.capture_tail_hooks.append(self.tail)
         with draft_pp_context(), draft_tp_context(self.layout):
-            self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+            self.worker.init_cuda_graphs(capture_decode_cuda_graph=bool(sizes))
 
     def write_context(self, target_hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Write the head's context keys and values of T committed tokens.
@@ -95,38 +108,62 @@ class ParallelDrafter:
 
     def draft(self, batch, window: StepWindow, max_depth: torch.Tensor | None) -> TokenTree:
         """A tree of `budget` nodes a request. max_depth int64 [R] caps single requests (0: the anchor only)."""
-        settings = self.settings
+        if self.tail is not None:
+            self.tail.set_limits(max_depth)
+        hidden, replayed = self._run_masks(batch, window)
+        if replayed and self.tail is not None:
+            tree = self.tail.trees(window.anchor.numel())
+        else:
+            tree = self._grow(window.anchor, hidden, batch.req_pool_indices, max_depth)
+        return self._refresh(batch, window, tree, max_depth) if self.settings.path_refresh else tree
+
+    def _run_masks(self, batch, window: StepWindow) -> tuple[torch.Tensor, bool]:
+        """The head over [anchor, mask, ...]: hidden [R, block, H], whose row i >= 1 predicts the token at anchor + i, and
+        whether the pass was a graph replay."""
         requests = window.anchor.numel()
-        tokens = torch.full((requests, settings.block), settings.mask_token, device=window.anchor.device)
+        tokens = torch.full((requests, self.settings.block), self.settings.mask_token, device=window.anchor.device)
         tokens[:, 0] = window.anchor
         depth = self.block_depth.expand(requests, -1)
-        hidden = self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
-        rows = hidden[:, 1 : settings.depth + 1].flatten(0, 1)
-        log_probs, candidates, _ = self.vocabulary.best(rows, settings.width)
-        shape = (requests, settings.depth, -1)
-        first_budget = settings.budget // 2 if settings.path_refresh else settings.budget
-        tree = build_tree(window.anchor, log_probs.view(shape), candidates.view(shape), first_budget, max_depth)
-        return self._refresh(batch, window, tree, max_depth) if settings.path_refresh else tree
+        return self._run_block(batch, window, tokens, depth, self.block_bits.expand(requests, -1, -1))
+
+    def _grow(
+        self,
+        anchors: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        limits: torch.Tensor | None,
+        out: TokenTree | None = None,
+    ) -> TokenTree:
+        """The tree of one pass: anchors int64 [R], hidden [R, block, H], rows [R] of the request table, limits int64 [R]
+        on the depth or None. A CUDA graph may hold it."""
+        settings = self.settings
+        log_probs, candidates, _ = self.vocabulary.best(hidden[:, 1 : settings.depth + 1].flatten(0, 1), settings.width)
+        shape = (anchors.numel(), settings.depth, -1)
+        return tree_from_marginals(
+            anchors, log_probs.view(shape), candidates.view(shape), self.first_budget, limits, out=out
+        )
 
     def _refresh(self, batch, window: StepWindow, tree: TokenTree, limits: torch.Tensor | None) -> TokenTree:
         """Re-score half a tree on its own branches and grow it to the whole budget."""
         nodes = tree.budget
         tokens, depth, bits = refresh_block(tree, self.settings.mask_token)
-        behind = self._run_block(batch, window, tokens, depth, bits)[:, nodes:]
+        behind = self._run_block(batch, window, tokens, depth, bits)[0][:, nodes:]
         # A node's own log-probability is asked of the mask behind its parent.
         log_probs, candidates, own = self._score_children(behind, tree)
         return rebuild_tree(tree, own, log_probs, candidates, self.settings.budget, self.settings.depth, limits)
 
     def _score_children(self, behind: torch.Tensor, tree: TokenTree):
         requests, nodes, _ = behind.shape
-        log_probs, candidates, _ = self.vocabulary.best(behind.flatten(0, 1), self.settings.width)
-        parent_rows = behind.gather(1, tree.parent.clamp(min=0)[:, :, None].expand_as(behind)).flatten(0, 1)
-        _, _, own = self.vocabulary.best(parent_rows, 1, wanted=tree.token.flatten())
+        first = torch.arange(requests, device=behind.device)[:, None] * nodes
+        # A node's own log-probability is that of its token in its parent's row.
+        asked = (first + tree.parent.clamp(min=0)).flatten(), tree.token.flatten()
+        log_probs, candidates, own = self.vocabulary.best(behind.flatten(0, 1), self.settings.width, asked)
         shape = (requests, nodes, -1)
         return log_probs.view(shape), candidates.view(shape), own.view(requests, nodes)
 
-    def _run_block(self, batch, window: StepWindow, tokens, depth, bits) -> torch.Tensor:
-        """The head over a block: tokens, depth int64 [R, N], bits int32 [R, N, W] -> hidden [R, N, H]."""
+    def _run_block(self, batch, window: StepWindow, tokens, depth, bits) -> tuple[torch.Tensor, bool]:
+        """The head over a block: tokens, depth int64 [R, N], bits int32 [R, N, W] -> hidden [R, N, H], and whether the
+        pass was a graph replay."""
         requests, nodes = tokens.shape
         positions = (window.committed_length[:, None] + depth).flatten()
         plan = window.plan
@@ -159,8 +196,8 @@ class ParallelDrafter:
         )
         plan.bind(forward_batch, self.runner.kv_index_translator, cols=columns)
         with torch.inference_mode(), draft_tp_context(self.layout):
-            output = self.runner.forward(forward_batch).logits_output
-        return output.hidden_states.view(requests, nodes, -1)
+            output = self.runner.forward(forward_batch)
+        return output.logits_output.hidden_states.view(requests, nodes, -1), output.can_run_graph
 
 
 def _columns(requests: int, nodes: int, budget: int, device) -> torch.Tensor:

@@ -7,45 +7,108 @@ one place for options that SGLang has no flag for:
 
 - `path_refresh` (bool, default false; causal heads only): a second pass of the head over the first tree's better half
   re-scores children on their own branch (DESIGN.md section 3, JetFlow's tree-causal drafting).
+- `weaver` (text; dflash_tfm only, which needs it): the Weaver adapter: a torch file, a folder or a hub id.
+- `weaver_width` (integer, default 8): nodes that the adapter expands at once. 1 is strict best-first search; more takes
+  fewer rounds, ceil((budget - 1) / weaver_width).
+- `weaver_pool` (integer, default: what the adapter was trained with): tokens of a depth that compete.
+- `weaver_temperature` (number, default 1.0): divides the adapter's logits; above 1 trees grow wider.
 """
 
 import json
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.drafter.weaver import WeaverConfig, find_weaver, load_weaver_config
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.runtime.names import DDTREE, JETFLOW, JETSPEC
+from sgl_specflow.runtime.names import DDTREE, DFLASH_TFM, JETFLOW, JETSPEC
 
 OPTIONS_VARIABLE = "SGL_SPECFLOW_OPTIONS"
 MIN_BUDGET, MAX_BUDGET = 2, 256
 DEFAULT_BUDGET = 64
 DEFAULT_WIDTH = 16
+DEFAULT_WEAVER_WIDTH = 8
 
 
 @dataclass(frozen=True)
 class Options:
-    """What SGL_SPECFLOW_OPTIONS holds."""
+    """What SGL_SPECFLOW_OPTIONS holds; None: not given."""
 
     path_refresh: bool = False
+    weaver: str | None = None
+    weaver_width: int | None = None
+    weaver_pool: int | None = None
+    weaver_temperature: float | None = None
 
     @classmethod
     def from_environment(cls) -> "Options":
         """Parse the variable; SpecflowConfigError names an unknown key or a wrong value."""
         text = os.environ.get(OPTIONS_VARIABLE, "").strip() or "{}"
-        known = {field.name: field.type for field in fields(cls)}
-        allowed = f"a JSON object with the keys {', '.join(known)} (true or false)"
+        allowed = "a JSON object with the keys " + ", ".join(
+            f"{key} ({kind})" for key, (kind, _) in OPTION_KINDS.items()
+        )
         try:
             given = json.loads(text)
         except json.JSONDecodeError as error:
             raise _refusal(f"{OPTIONS_VARIABLE}={text!r}, which is no JSON ({error})", allowed) from error
-        if (
-            not isinstance(given, dict)
-            or not set(given) <= set(known)
-            or not all(type(v) is bool for v in given.values())
-        ):
+        if not isinstance(given, dict):
             raise _refusal(f"{OPTIONS_VARIABLE}={text!r}", allowed)
+        for key, value in given.items():
+            if key not in OPTION_KINDS or not OPTION_KINDS[key][1](value):
+                raise _refusal(f"{OPTIONS_VARIABLE} with {key!r}: {json.dumps(value)}", allowed)
         return cls(**given)
+
+    def refuse_weaver_options(self, algorithm: str) -> None:
+        """Raise for an option of the Weaver beside an algorithm without one."""
+        for option in fields(self):
+            if option.name.startswith("weaver") and getattr(self, option.name) is not None:
+                raise _refusal(
+                    f"{option.name} with --speculative-algorithm {algorithm.lower()}",
+                    "options of the Weaver with --speculative-algorithm dflash_tfm only",
+                    f"leave {option.name} out of {OPTIONS_VARIABLE}, or give --speculative-algorithm dflash_tfm",
+                )
+
+
+# What each option must be, for the error and for the check.
+OPTION_KINDS = {
+    "path_refresh": ("true or false", lambda value: type(value) is bool),
+    "weaver": ("a path or hub id", lambda value: isinstance(value, str) and bool(value.strip())),
+    "weaver_width": ("an integer", lambda value: type(value) is int),
+    "weaver_pool": ("an integer", lambda value: type(value) is int),
+    "weaver_temperature": ("a number", lambda value: type(value) in (int, float)),
+}
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """How the Weaver grows a tree.
+
+    Attributes:
+        path: its torch file or folder.
+        width: nodes expanded at once (w).
+        pool: tokens of a depth that compete (P).
+        temperature: divides its logits.
+        prefix: depths of the head whose hidden states it reads.
+    """
+
+    path: Path
+    width: int
+    pool: int
+    temperature: float
+    prefix: int
+
+    @classmethod
+    def resolve(cls, path: Path, weaver: WeaverConfig, head: HeadConfig, block: int, options: Options):
+        """From the options; SpecflowConfigError names the one that is out of range."""
+        width = DEFAULT_WEAVER_WIDTH if options.weaver_width is None else options.weaver_width
+        _in_range("weaver_width", width, 1, MAX_BUDGET, "nodes that the Weaver expands at once")
+        pool = weaver.candidate_pool_size if options.weaver_pool is None else options.weaver_pool
+        _in_range("weaver_pool", pool, 1, head.vocab_size, "tokens of a depth that compete")
+        temperature = 1.0 if options.weaver_temperature is None else float(options.weaver_temperature)
+        if not 0.01 <= temperature <= 100:
+            raise _refusal(f"weaver_temperature {temperature}", "0.01 to 100", "give a value in that range")
+        return cls(path, width, pool, temperature, min(weaver.depth, block - 1))
 
 
 @dataclass(frozen=True)
@@ -60,6 +123,7 @@ class TreeSettings:
         causal: whether the head's block is causal (JetFlow) or bidirectional (DFlash).
         mask_token: the token that fills the block.
         path_refresh: whether a second pass re-scores the tree on its own branches.
+        adapter: the Weaver's settings (dflash_tfm), or None.
     """
 
     algorithm: str
@@ -70,6 +134,7 @@ class TreeSettings:
     causal: bool
     mask_token: int
     path_refresh: bool
+    adapter: AdapterSettings | None = None
 
     @classmethod
     def resolve(
@@ -86,7 +151,12 @@ class TreeSettings:
         _in_range(
             "--speculative-num-draft-tokens", budget, MIN_BUDGET, MAX_BUDGET, "the tree's budget, its root included"
         )
-        greatest = head.block_size - 1
+        greatest, weaver = head.depth, None
+        if algorithm == DFLASH_TFM:
+            path, weaver = _load_weaver(head, options)
+            greatest = weaver.depth
+        else:
+            options.refuse_weaver_options(algorithm)
         depth = greatest if depth is None else depth
         _in_range("--speculative-num-steps", depth, 1, greatest, "depths that this head predicts in one pass")
         width = min(DEFAULT_WIDTH, head.vocab_size) if width is None else width
@@ -110,16 +180,44 @@ class TreeSettings:
         depth = min(depth, budget - 1)
         # A causal head's marginals do not see past their depth; a bidirectional one was trained on whole blocks.
         block = depth + 1 if head.causal_head else min(head.block_size, budget)
-        return cls(algorithm, budget, depth, width, block, head.causal_head, head.mask_token_id, options.path_refresh)
+        adapter = AdapterSettings.resolve(path, weaver, head, block, options) if weaver else None
+        return cls(
+            algorithm, budget, depth, width, block, head.causal_head, head.mask_token_id, options.path_refresh, adapter
+        )
 
     def describe(self) -> str:
         """One log line."""
         head = "causal" if self.causal else "bidirectional"
-        refresh = "on" if self.path_refresh else "off"
+        more = f"path refresh {'on' if self.path_refresh else 'off'}"
+        if self.adapter:
+            more = (
+                f"Weaver {self.adapter.path}: {self.adapter.width} nodes at once, pool {self.adapter.pool}, temperature "
+                f"{self.adapter.temperature:g}"
+            )
         return (
             f"sgl_specflow: {self.algorithm.lower()}, {head} head, budget {self.budget} nodes, depth {self.depth}, "
-            f"width {self.width} children a depth, block {self.block}, path refresh {refresh}"
+            f"width {self.width} children a depth, block {self.block}, {more}"
         )
+
+
+def _load_weaver(head: HeadConfig, options: Options) -> tuple[Path, WeaverConfig]:
+    if options.weaver is None:
+        raise _refusal(
+            "--speculative-algorithm dflash_tfm without a Weaver",
+            "the Weaver adapter that was trained on this head: a torch file, a folder or a hub id",
+            f'set {OPTIONS_VARIABLE}=\'{{"weaver": "PATH"}}\', or give --speculative-algorithm ddtree to go without',
+        )
+    if head.causal_head:
+        raise _refusal(
+            "--speculative-algorithm dflash_tfm with a causal head",
+            "a bidirectional DFlash head",
+            "give the DFlash head that the Weaver was trained on",
+        )
+    path = find_weaver(options.weaver)
+    weaver = load_weaver_config(path)
+    # The target's embedding is as wide as its hidden states in every target that is served; the worker looks again.
+    weaver.check_against(head, head.hidden_size, f"the Weaver {path}")
+    return path, weaver
 
 
 def _in_range(flag: str, value: int, least: int, most: int, meaning: str) -> None:

@@ -23,7 +23,6 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 # Flags that a tree worker does not serve: (field of ServerArgs, values that are fine, why or what to do instead).
 CONFLICTS = [
     ("pp_size", (1,), "pipeline parallelism is not supported; use one GPU a server, and --dp-size for more"),
-    ("tp_size", (1,), "tensor parallelism is written but not tested yet; use one GPU a server, and --dp-size for more"),
     ("enable_dp_attention", (False, None), "data-parallel attention is not supported; use --dp-size alone"),
     ("attn_cp_size", (1, None), "context parallelism is not supported"),
     ("dcp_size", (1, None), "decode context parallelism is not supported"),

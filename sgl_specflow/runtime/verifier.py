@@ -28,12 +28,14 @@ class Verdict:
         hidden: [R * B, L * H], its hidden states at the head's layers.
         logits_output: SGLang's output, its logits adjusted but not yet scaled by temperature.
         can_run_cuda_graph: whether the pass was a graph replay.
+        final_hidden: [R * B, H], its final-normed hidden states, where a drafter asked for them (`final_hidden`).
     """
 
     next_token: torch.Tensor
     hidden: torch.Tensor
     logits_output: object
     can_run_cuda_graph: bool
+    final_hidden: torch.Tensor | None = None
 
 
 class TreeVerifier:
@@ -52,9 +54,10 @@ class TreeVerifier:
         logits_output = output.logits_output
         logits = logits_output.next_token_logits
         hidden, logits_output.hidden_states = logits_output.hidden_states, None
+        final_hidden, logits_output.last_hidden_states = logits_output.last_hidden_states, None
         self._adjust(logits, batch, tree, grammar, grammar_barrier)
         next_token = self._choose(logits_output, batch, tree, window)
-        return Verdict(next_token, hidden, logits_output, output.can_run_cuda_graph)
+        return Verdict(next_token, hidden, logits_output, output.can_run_cuda_graph, final_hidden)
 
     def _forward(self, batch, window: StepWindow, tree: TokenTree):
         tree_input = TreeInput(

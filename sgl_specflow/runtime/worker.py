@@ -1,7 +1,7 @@
 """The worker that drives a step: draft a tree, verify it, accept a path, commit it.
 
-    batch ──► StepWindow ──► drafter.draft ──► verifier.verify ──► accept ──► commit ──► result
-              (KV slots)     (TokenTree)       (Verdict)           (Accepted)
+    batch ──► StepWindow ──► drafter.draft ──► verifier.verify ──► accept and commit ──► result
+              (KV slots)     (TokenTree)       (Verdict)           (Commit)
 
 It speaks SGLang's V2 schema (srt/speculative/base_spec_worker.py, dflash_worker_v2.py), which the scheduler drives
 with overlap and without. Nothing in a step reads a device value on the host.
@@ -10,14 +10,16 @@ with overlap and without. Nothing in a step reads a device value on the host.
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
-from sgl_specflow.commit import CommitPlan, plan_commit
 from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.kernels.tree_step import Commit, accept_and_plan
+from sgl_specflow.runtime.commit_graph import CommitGraphs, cuda_recorder
 from sgl_specflow.runtime.gdn_backend import GdnCommit
 from sgl_specflow.runtime.parallel_drafter import ParallelDrafter
 from sgl_specflow.runtime.settings import Options, TreeSettings
@@ -25,7 +27,9 @@ from sgl_specflow.runtime.simulate import simulated_choice
 from sgl_specflow.runtime.start_checks import draft_folder
 from sgl_specflow.runtime.step import StepWindow
 from sgl_specflow.runtime.verifier import TreeVerifier, Verdict
-from sgl_specflow.verify import Accepted, accept
+from sgl_specflow.runtime.weaver_drafter import WeaverDrafter
+from sgl_specflow.tree import TokenTree
+from sgl_specflow.verify import Accepted
 
 
 class TreeWorker(BaseSpecWorker):
@@ -38,9 +42,10 @@ class TreeWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = target_worker.device
         spec = get_spec()
+        self.head = HeadConfig.load(draft_folder(spec))
         self.settings = TreeSettings.resolve(
             spec.speculative_algorithm,
-            HeadConfig.load(draft_folder(spec)),
+            self.head,
             spec.speculative_num_draft_tokens,
             spec.speculative_num_steps,
             spec.speculative_eagle_topk,
@@ -48,9 +53,11 @@ class TreeWorker(BaseSpecWorker):
         )
         self.speculative_num_draft_tokens = self.settings.budget
         self.model_runner.spec_algorithm.draft_block = self.settings.block
-        self.drafter = ParallelDrafter(self.settings, server_args, gpu_id, nccl_port, target_worker)
+        drafter_class = WeaverDrafter if self.settings.adapter else ParallelDrafter
+        self.drafter = drafter_class(self.settings, server_args, gpu_id, nccl_port, target_worker)
         self._draft_worker = self.drafter.worker
         self.verifier = TreeVerifier(target_worker)
+        self.commit_graphs: CommitGraphs | None = None
         self.gdn = GdnCommit(self.model_runner)
 
     def __getattr__(self, name):
@@ -72,7 +79,31 @@ class TreeWorker(BaseSpecWorker):
         self.drafter.init_attention_backends()
 
     def init_cuda_graphs(self):
-        self.drafter.init_cuda_graphs()
+        graphs = get_exec().graph.cuda_graph_config.decode
+        runner = self.model_runner.decode_cuda_graph_runner
+        captured = graphs.backend != Backend.DISABLED and runner is not None
+        self.drafter.init_cuda_graphs(runner.capture_bs if captured else [])
+        if captured:
+            self.commit_graphs = CommitGraphs(
+                runner.capture_bs,
+                self.settings.budget,
+                self.settings.depth,
+                self._captured_hidden(runner),
+                self._kv_cache().move_kv_cache,
+                self.drafter.write_context,
+            )
+            self.commit_graphs.capture(cuda_recorder())
+
+    def _captured_hidden(self, runner) -> torch.Tensor:
+        """[rows, L * H]: the buffer that the target's graphs fill, or one of our own to copy to where there is none."""
+        rows = runner.max_bs * self.settings.budget
+        buffer = runner.buffers.aux_hidden_states
+        if buffer is None:
+            buffer = torch.empty(rows, self.head.context_size, dtype=self.model_runner.dtype, device=self.device)
+        return buffer[:rows]
+
+    def _kv_cache(self):
+        return self.model_runner.token_to_kv_pool_allocator.get_kvcache()
 
     def weight_update_runners(self):
         # A weight update carries the target's checkpoint, whose layers have the head's names: it must not reach the head.
@@ -107,6 +138,8 @@ class TreeWorker(BaseSpecWorker):
         hidden = result.logits_output.hidden_states[: slots.numel()]
         self.drafter.write_context(hidden, slots, self._prefill_positions(batch))
         result.logits_output.hidden_states = None
+        if self.drafter.wants_final_hidden:
+            self.drafter.remember_prefill(batch, result.logits_output)
         self.verifier.penalties.start(batch.reqs, result.next_token_ids)
         result.next_draft_input = make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
         return result
@@ -136,13 +169,14 @@ class TreeWorker(BaseSpecWorker):
         verdict = self.verifier.verify(batch, window, tree, grammar_barrier)
         choice = simulated_choice(tree, verdict.next_token)
         choice = self._same_on_all_ranks(choice)
-        accepted = accept(tree, choice, self.settings.depth)
+        commit = self._commit(window, tree, choice, verdict)
+        accepted, new_lengths = commit.accepted, commit.new_length
         self.verifier.penalties.commit(batch.reqs, accepted)
         if batch.return_logprob:
             self._log_probs(batch, verdict, accepted, choice)
-        new_lengths = window.committed_length + accepted.length
-        self._commit(window, verdict, accepted)
         self.gdn.on_accepted(batch, window, accepted)
+        if self.drafter.wants_final_hidden:
+            self.drafter.remember_accepted(batch, verdict.final_hidden, accepted)
         if on_publish is not None:
             on_publish(new_lengths)
         return GenerationBatchResult(
@@ -181,11 +215,14 @@ class TreeWorker(BaseSpecWorker):
         accept_index = torch.where(accepted.path >= 0, first + accepted.path, first)
         compute_spec_logprobs(batch, verdict.logits_output, choice.flatten(), accept_index=accept_index)
 
-    def _commit(self, window: StepWindow, verdict: Verdict, accepted: Accepted) -> None:
-        """Move the accepted path's KV to the front of the window and write the head's context for it."""
-        plan: CommitPlan = plan_commit(window.slots, accepted, window.committed_length)
-        self.model_runner.token_to_kv_pool_allocator.get_kvcache().move_kv_cache(
-            plan.destination.flatten(), plan.source.flatten()
-        )
+    def _commit(self, window: StepWindow, tree: TokenTree, choice: torch.Tensor, verdict: Verdict) -> Commit:
+        """Accept a path of each tree, move its KV to the front of the window, write the head's context for it."""
+        inputs = (tree, choice, window.slots, window.committed_length)
+        if verdict.can_run_cuda_graph and self.commit_graphs is not None and self.commit_graphs.fits(len(choice)):
+            return self.commit_graphs.run(*inputs, verdict.hidden)
+        commit = accept_and_plan(tree, choice, self.settings.depth, window.slots, window.committed_length)
+        plan = commit.plan
+        self._kv_cache().move_kv_cache(plan.destination.flatten(), plan.source.flatten())
         rows = torch.arange(plan.node.shape[0], device=self.device)[:, None] * window.slots.shape[1] + plan.node
         self.drafter.write_context(verdict.hidden[rows.flatten()], plan.destination.flatten(), plan.position.flatten())
+        return commit

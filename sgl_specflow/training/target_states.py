@@ -1,5 +1,7 @@
 """What a head is trained on: the frozen target's hidden states, its embedding and its LM head."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,21 @@ class FrozenTarget:
 
     def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
         self.model = model.eval().requires_grad_(False)
-        self.layer_ids = layer_ids
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.lm_head: Tensor = model.get_output_embeddings().weight
         self._captured: dict[int, Tensor] = {}
-        for layer in layer_ids:
-            model.model.layers[layer].register_forward_hook(self._keep(layer))
+        self._hooks = []
+        self.capture(layer_ids)
+
+    def capture(self, layer_ids: tuple[int, ...]) -> None:
+        """Capture these layers instead."""
+        for hook in self._hooks:
+            hook.remove()
+        self._captured.clear()
+        self.layer_ids = tuple(layer_ids)
+        self._hooks = [
+            self.model.model.layers[layer].register_forward_hook(self._keep(layer)) for layer in self.layer_ids
+        ]
 
     def _keep(self, layer: int):
         def hook(_module, _inputs, output):
@@ -32,3 +43,12 @@ class FrozenTarget:
         """tokens [B, T], padded on the right -> (layer outputs [B, T, L * H], final-normed hidden [B, T, H])."""
         final = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
         return torch.cat([self._captured[layer] for layer in self.layer_ids], dim=-1), final
+
+
+def load_model(folder: str | Path, device: str | torch.device, dtype: str = "auto") -> nn.Module:
+    """A Hugging Face causal LM on `device`; dtype "auto" is bfloat16 on CUDA, else float32."""
+    import transformers
+
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)

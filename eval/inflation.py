@@ -1,0 +1,187 @@
+"""Step inflation: the time of a speculative step over that of a plain decode step, on one GPU, one run.
+
+    python -m sgl_specflow.eval inflation --model qwen3-8b --budgets 16,64,256 --out eval/results/step_inflation_h200.json
+
+The models are shapes with made-up weights, so nothing would ever be accepted: SGLANG_SIMULATE_ACC_LEN forces an accept
+length (`simulated_accept`; a dummy tree may be too shallow for it, `measured_accept` is what came out). It is no accept
+length of anything. All servers run at once and are measured one after the other, each with its GPU to itself at that
+time. A time is the median distance between two streamed chunks of a request, one chunk a step, with `batch` equal
+requests running.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import aiohttp
+from sgl_specflow.eval.record import describe
+from sgl_specflow.eval.shapes import MODELS
+from sgl_specflow.launch.server import Server, start
+
+SHARED_FLAGS = [
+    "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16",
+    "--cuda-graph-backend-prefill", "disabled", "--chunked-prefill-size", "8192",
+]  # fmt: skip
+SKIPPED_CHUNKS = 8  # after the first, while requests of a batch join
+
+
+async def _stream(session, url: str, tokens: list[int], new_tokens: int) -> tuple[list[float], dict]:
+    """Arrival times of one request's chunks, and its last meta_info."""
+    body = {
+        "input_ids": tokens,
+        "stream": True,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True},
+    }
+    arrivals, meta = [], {}
+    async with session.post(url + "/generate", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                arrivals.append(time.perf_counter())
+                meta = json.loads(line[6:])["meta_info"]
+    return arrivals, meta
+
+
+async def _requests(url: str, prompts: list[list[int]], new_tokens: int):
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), read_bufsize=2**22) as session:
+        return await asyncio.gather(*(_stream(session, url, prompt, new_tokens) for prompt in prompts))
+
+
+def step_milliseconds(server: Server, batch: int, context: int, steps: int, accept: float) -> dict:
+    """Median time of a step, and tokens a step, with `batch` requests of `context` tokens."""
+    prompts = [[100 + (7 * i + 13 * j) % 1500 for j in range(context)] for i in range(batch)]
+    new_tokens = max(4, int(steps * accept))
+    asyncio.run(_requests(server.url, prompts, 2))  # the prompts enter the prefix cache
+    results = asyncio.run(_requests(server.url, prompts, new_tokens))
+    # All requests run between the last one's first chunk and the first one's last.
+    begin, end = max(times[0] for times, _ in results), min(times[-1] for times, _ in results)
+    gaps = []
+    for times, _ in results:
+        inside = [at for at in times if begin <= at <= end][SKIPPED_CHUNKS:-1]
+        gaps += [b - a for a, b in zip(inside, inside[1:])]
+    if len(gaps) < 10:
+        raise RuntimeError(f"only {len(gaps)} steps to time at batch {batch}, context {context}")
+    meta = results[0][1]
+    passes = meta.get("spec_verify_ct")
+    return {
+        "ms": 1e3 * statistics.median(gaps),
+        "ms_mean": 1e3 * statistics.fmean(gaps),
+        "steps": len(gaps),
+        "tokens_a_step": (meta["completion_tokens"] - 1) / passes if passes else 1.0,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval inflation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
+    parser.add_argument("--model", choices=sorted(MODELS), required=True)
+    parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
+    parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
+    parser.add_argument("--plain-backends", default="triton,flashinfer", help="plain decoding is tried on each")
+    parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
+    parser.add_argument("--simulated-accept", type=float, default=4.0)
+    parser.add_argument("--steps", type=int, default=80, help="steps a point")
+    parser.add_argument("--max-total-tokens", type=int, default=73728)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
+    parser.add_argument("--commit")
+    parser.add_argument("flags", nargs="*", help="further server flags, after --")
+    options = parser.parse_args(arguments)
+
+    shapes = MODELS[options.model]
+    points = [tuple(map(int, point.split("x"))) for point in options.points.split(",")]
+    longest = max(context for _, context in points) + 2048
+    most = max(batch for batch, _ in points)
+    target, head = shapes.write(Path(tempfile.mkdtemp(prefix="shapes_")), longest)
+    base = [
+        *("--model-path", str(target), *SHARED_FLAGS, "--max-running-requests", str(most)),
+        *("--cuda-graph-max-bs-decode", str(most), "--max-total-tokens", str(options.max_total_tokens), *options.flags),
+    ]
+    servers = {("plain", name): [*base, "--attention-backend", name] for name in options.plain_backends.split(",")}
+    for budget in options.budgets:
+        servers["jetflow", budget] = [
+            *(*base, "--attention-backend", options.backend, "--speculative-algorithm", "jetflow"),
+            *("--speculative-draft-model-path", str(head), "--speculative-num-draft-tokens", str(budget)),
+        ]
+    simulated = {"SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept)}
+
+    def open_server(item):
+        key, flags = item
+        log = options.logs / f"inflation-{options.model}-{key[0]}-{key[1]}.log"
+        try:
+            return key, start(flags, log=log, environment=simulated if key[0] != "plain" else None, timeout=400)
+        except Exception as error:
+            return key, error
+
+    meta = describe(options.commit)
+    plain: dict[tuple[int, int], tuple[float, str]] = {}
+    rows, failures = [], []
+    running: dict[tuple, Server] = {}
+    # The kernel ends a server with the thread that started it: these threads outlive the measuring.
+    with ThreadPoolExecutor(len(servers)) as pool:
+        try:
+            for key, outcome in pool.map(open_server, servers.items()):
+                if isinstance(outcome, Server):
+                    running[key] = outcome
+                else:
+                    failures.append({"server": list(key), "error": str(outcome)[-2000:]})
+                    print(f"{key} did not start: {str(outcome)[-1500:]}", flush=True)
+            for key in running:
+                accept = 1.0 if key[0] == "plain" else options.simulated_accept
+                for batch, context in points:
+                    try:
+                        time_ = step_milliseconds(running[key], batch, context, options.steps, accept)
+                    except Exception as error:
+                        failures.append({"server": list(key), "point": [batch, context], "error": repr(error)[:500]})
+                        print(f"{key} {batch}x{context}: {error!r}"[:300], flush=True)
+                        continue
+                    print(
+                        key, f"{batch}x{context}", {name: round(value, 3) for name, value in time_.items()}, flush=True
+                    )
+                    if key[0] == "plain":
+                        plain[batch, context] = min(
+                            plain.get((batch, context), (float("inf"), "")), (time_["ms"], key[1])
+                        )
+                        rows.append(_row(options.model, shapes, "plain", None, batch, context, key[1], time_))
+                    else:
+                        row = _row(options.model, shapes, "jetflow", key[1], batch, context, None, time_)
+                        if (batch, context) in plain:
+                            row["plain_ms"], row["backend_plain"] = plain[batch, context]
+                            row["inflation"] = row["step_ms"] / row["plain_ms"]
+                        row["simulated_accept"] = options.simulated_accept
+                        row["measured_accept"] = time_["tokens_a_step"]
+                        rows.append(row)
+        finally:
+            for server in running.values():
+                server.stop()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"meta": meta, "rows": rows, "failures": failures}, indent=1) + "\n")
+    for row in rows:
+        if "inflation" in row:
+            print(
+                f"B={row['budget']:<4} batch {row['batch']} context {row['context']:<6} plain {row['plain_ms']:.2f} ms "
+                f"({row['backend_plain']}) step {row['step_ms']:.2f} ms inflation {row['inflation']:.3f}"
+            )
+    return 1 if failures else 0
+
+
+def _row(model, shapes, algorithm, budget, batch, context, backend, time_) -> dict:
+    return {
+        "model": model,
+        "head_layers": shapes.head_layers,
+        "algorithm": algorithm,
+        "budget": budget,
+        "batch": batch,
+        "context": context,
+        "backend_plain": backend,
+        "step_ms": time_["ms"],
+        "step_ms_mean": time_["ms_mean"],
+        "steps": time_["steps"],
+    }

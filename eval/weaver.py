@@ -1,0 +1,123 @@
+"""Time the Weaver's construction of trees in a CUDA graph, Qwen3.6-27B shapes with random weights, on one GPU.
+
+    python -m sgl_specflow.eval weaver --out eval/results/weaver_construction_h200.json
+
+One graph holds a whole construction from pools to tree (prefix, all rounds, layout), for one budget, width and batch; a
+figure is the median replay time. The head's pass, the pools and the verify pass are not in it: --step-ms BATCH:BUDGET:MS
+gives a measured step of the server, of which the row then states the share.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from sgl_specflow.eval.record import describe
+
+from sgl_specflow.drafter.weaver import FoldedWeaver, WeaverConfig
+from sgl_specflow.drafter.weaver.checkpoint import expected_shapes
+from sgl_specflow.tree import expansion_rounds
+
+VOCABULARY = 248320
+CHILDREN = 16
+# The published size, 56.7 million parameters, is that of three layers of width 1024 with an inner width of 3072.
+SHAPE = WeaverConfig(
+    d_model=5120,
+    d_embed=5120,
+    d_rank=1024,
+    num_layers=3,
+    num_heads=16,
+    mlp_dim=3072,
+    depth=15,
+    candidate_pool_size=512,
+)
+
+
+def make_weaver(config: WeaverConfig, vocabulary: int, device: str, dtype: torch.dtype) -> FoldedWeaver:
+    """Random weights of the given shape over a random embedding and LM head."""
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, device=device)
+        if len(shape) == 1
+        else torch.randn(shape, device=device) / shape[1] ** 0.5
+        for name, shape in expected_shapes(config).items()
+    }
+    embedding, lm_head = (
+        torch.randn(vocabulary, width, device=device, dtype=dtype) / width**0.5
+        for width in (config.d_embed, config.d_model)
+    )
+    return FoldedWeaver(config, tensors, embedding, lm_head, dtype)
+
+
+def make_inputs(config: WeaverConfig, vocabulary: int, batch: int, device: str, dtype: torch.dtype) -> tuple:
+    """One step's inputs of `FoldedWeaver.build_tree`."""
+    tokens = torch.rand(batch, config.depth, vocabulary, device=device).topk(config.candidate_pool_size).indices
+    scores = torch.randn(tokens.shape, device=device).mul(3).sort(descending=True).values
+    return (
+        torch.randint(0, vocabulary, (batch,), device=device),
+        torch.randn(batch, config.d_model, device=device, dtype=dtype),
+        torch.randn(batch, config.depth, config.d_model, device=device, dtype=dtype),
+        tokens,
+        scores,
+    )
+
+
+def microseconds(weaver: FoldedWeaver, inputs: tuple, budget: int, width: int, replays: int = 50) -> float:
+    """Median replay time of a graph that holds one construction."""
+    build = lambda: weaver.build_tree(*inputs, budget, width, CHILDREN)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        build()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        build()
+    for _ in range(5):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times)
+
+
+def _steps(items: list[str]) -> dict[tuple[int, int], float]:
+    parts = (item.split(":") for item in items)
+    return {(int(batch), int(budget)): float(ms) for batch, budget, ms in parts}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval weaver", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 128, 256])
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server")
+    parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
+    options = parser.parse_args(arguments)
+    steps = _steps(options.step_ms)
+    weaver = make_weaver(SHAPE, VOCABULARY, "cuda", torch.bfloat16)
+    rows = []
+    for batch in options.batches:
+        inputs = make_inputs(SHAPE, VOCABULARY, batch, "cuda", torch.bfloat16)
+        for budget in options.budgets:
+            for width in options.widths:
+                step, taken = steps.get((batch, budget)), microseconds(weaver, inputs, budget, width)
+                row = {"budget": budget, "width": width, "batch": batch, "rounds": expansion_rounds(budget, width)}
+                row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    meta = describe(options.commit) | {"config": SHAPE.to_dict(), "vocabulary": VOCABULARY, "children": CHILDREN}
+    options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""The small kernels of one step around the model passes: likeliest tokens, tree building, acceptance."""
+
+from sgl_specflow.kernels.tree_step.accept import Commit, accept_and_plan
+from sgl_specflow.kernels.tree_step.best_tokens import best_tokens
+from sgl_specflow.kernels.tree_step.tree_build import empty_tree, tree_from_marginals
+
+__all__ = ["Commit", "accept_and_plan", "best_tokens", "empty_tree", "tree_from_marginals"]

@@ -1,0 +1,211 @@
+"""The Weaver made ready for serving, and the construction of a tree with it as one function of tensors.
+
+What does not depend on the step is computed once: norms' scales and biases go into the linear maps behind them, and
+both ends become tables over the vocabulary, `token_in(embed_norm(embedding))` and `lm_head · lm_head_query_in ·
+out_norm`. A node then costs one row of the first table, the blocks, and P rows of the second: d_rank numbers a
+candidate instead of d_model, and never a projection to the whole vocabulary.
+
+Each node's keys and values are written once, behind the prefix's, at its slot (its place in the order of selection);
+who its ancestors are is a row of flags gathered from its parent's. No host synchronisation and shapes that depend on
+budget, width and batch only: a CUDA graph can hold the whole construction.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgl_specflow.drafter.weaver import steps
+from sgl_specflow.drafter.weaver.config import WeaverConfig
+from sgl_specflow.drafter.weaver.reference import EPS, norm_with_bias, rotary_table
+from sgl_specflow.tree import Expansion, TokenTree, build_conditional_tree
+
+TABLE_ROWS = 16384  # vocabulary rows that are projected at once when the tables are made
+
+
+class FoldedWeaver:
+    """A Weaver over one target's embedding and LM head.
+
+    Args:
+        config, tensors: from `checkpoint.load_weaver`, tensors in float32 or wider, on any device.
+        embedding: [V, d_embed], the target's. lm_head: [V, d_model], the target's.
+        dtype: of the tables, the maps and the arithmetic between them; norms, rotation and scores are in float32 at least.
+        implementation: of the pieces of a round, "torch" or "triton"; None: Triton on CUDA tensors.
+    """
+
+    def __init__(
+        self,
+        config: WeaverConfig,
+        tensors: dict[str, Tensor],
+        embedding: Tensor,
+        lm_head: Tensor,
+        dtype: torch.dtype,
+        implementation: str | None = None,
+    ):
+        self.config = config
+        self.steps = _steps(implementation or ("triton" if embedding.is_cuda else "torch"))
+        device = embedding.device
+        wide = torch.promote_types(dtype, torch.float32)
+        tensors = {name: tensor.to(device, wide) for name, tensor in tensors.items()}
+        self.wide = wide
+        self.dtype = dtype
+        self.proposal = _after_norm(tensors, "output_norm", "proposal_in", dtype)
+        self.blocks = [
+            {
+                "qkv": _after_norm(tensors, f"blocks.{i}.norm_attn", f"blocks.{i}.qkv_proj", dtype),
+                "o": tensors[f"blocks.{i}.o_proj.weight"].to(dtype),
+                "gate_up": _after_norm(tensors, f"blocks.{i}.norm_mlp", f"blocks.{i}.gate_up_proj", dtype),
+                "down": tuple(tensors[f"blocks.{i}.down_proj.{part}"].to(dtype) for part in ("weight", "bias")),
+            }
+            for i in range(config.num_layers)
+        ]
+        self.token_table = torch.cat([self._token_rows(part, tensors) for part in embedding.split(TABLE_ROWS)])
+        rows, biases = zip(*(self._query_rows(part, tensors) for part in lm_head.split(TABLE_ROWS)))
+        self.query_table, self.query_bias = torch.cat(rows), torch.cat(biases)
+        cos, sin = rotary_table(config, torch.arange(config.depth + 2, device=device), wide)
+        # Of a position: what a head is multiplied with, and what its swapped halves are.
+        self.turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+
+    def _token_rows(self, embedding: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        x = norm_with_bias(embedding.to(self.wide), tensors["embed_norm.weight"], tensors["embed_norm.bias"])
+        return F.linear(x, tensors["token_in.weight"], tensors["token_in.bias"]).to(self.dtype)
+
+    def _query_rows(self, lm_head: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        rows = lm_head.to(self.wide) @ tensors["lm_head_query_in.weight"]
+        return (rows * tensors["out_norm.weight"]).to(self.dtype), rows @ tensors["out_norm.bias"]
+
+    @torch.inference_mode()
+    def build_tree(
+        self,
+        anchor: Tensor,
+        committed_hidden: Tensor,
+        proposal_hidden: Tensor,
+        pool_tokens: Tensor,
+        pool_scores: Tensor,
+        budget: int,
+        width: int,
+        children: int,
+        temperature: float = 1.0,
+        max_depth: Tensor | None = None,
+    ) -> TokenTree:
+        """The tree of at most `budget` nodes, by best-first expansion of `width` nodes a round.
+
+        A path u_1..u_n scores sum_i log q(u_i | x, h, u_1..u_{i-1}), where q(. | .) is the softmax over the P candidates
+        of depth i alone of (head's score + adapter's residual) / temperature. It is a distribution over the pool, not
+        over the vocabulary: what the target may say outside the pool has probability 0, so scores of different depths
+        are each relative to what their pool can say. Acceptance does not depend on them.
+
+        Args:
+            anchor: int64 [R].
+            committed_hidden: [R, d_model], the target's final-normed hidden state that chose the anchor.
+            proposal_hidden: [R, k, d_model], the head's output hidden states of depths 1..k, k <= K.
+            pool_tokens: int64 [R, D, P], distinct inside a depth, D <= K.
+            pool_scores: float32 [R, D, P], the head's logits or log-probabilities of them.
+            budget, width, children, max_depth: as in `build_conditional_tree`.
+        """
+        state = _Construction(
+            self, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, budget, temperature
+        )
+        return build_conditional_tree(anchor, pool_tokens, state.log_probs, budget, width, children, max_depth)
+
+
+class _Construction:
+    """What the adapter remembers while one batch of trees grows.
+
+    Places 0.. of the key and value buffers are the prefix's, then the nodes' by slot. Attention runs over a whole
+    number of eights of them, which its kernels want of a mask; what is not written yet is zero and masked.
+    """
+
+    def __init__(
+        self,
+        weaver: FoldedWeaver,
+        anchor,
+        committed_hidden,
+        proposal_hidden,
+        pool_tokens,
+        pool_scores,
+        budget,
+        temperature,
+    ):
+        config, device = weaver.config, anchor.device
+        self.weaver, self.temperature = weaver, temperature
+        self.pool_tokens = pool_tokens.contiguous()
+        self.pool_scores = pool_scores + weaver.query_bias[pool_tokens]
+        requests, self.prefix = anchor.shape[0], proposal_hidden.shape[1] + 1
+        places = _whole_eights(self.prefix + budget)
+        shape = (config.num_layers, requests, config.num_heads, places, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=weaver.dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        # Row s: the places that the node in slot s attends to.
+        self.visible = torch.zeros(requests, budget, places, dtype=torch.bool, device=device)
+        place = torch.arange(places, device=device)
+        self.own = place == self.prefix + torch.arange(budget, device=device)[:, None]
+        self.whole_prefix = place < self.prefix
+        self._run_prefix(committed_hidden, proposal_hidden, place)
+
+    def _run_prefix(self, committed_hidden, proposal_hidden, place) -> None:
+        weaver, length = self.weaver, self.prefix
+        hidden = torch.cat((committed_hidden[:, None].to(weaver.dtype), proposal_hidden.to(weaver.dtype)), dim=1)
+        x = F.linear(_normed(hidden), *weaver.proposal)
+        causal = place <= place[:length, None]
+        self._run(x, weaver.turn[None, :length], 0, causal.expand(x.shape[0], -1, -1), attend=steps.attend)
+
+    def log_probs(self, nodes: Expansion) -> Tensor:
+        """[R, n, P] for `build_conditional_tree`."""
+        weaver, first = self.weaver, nodes.first_slot
+        count = nodes.token.shape[1]
+        own = self.own[first : first + count]
+        if first == 0:
+            visible = (own | self.whole_prefix).repeat(nodes.token.shape[0], 1, 1)
+        else:
+            parents = nodes.parent[:, :, None].expand(-1, -1, self.visible.shape[2])
+            visible = self.visible.gather(1, parents) | own
+        self.visible[:, first : first + count] = visible
+
+        # A dead node may stand deeper than K; what it says is ignored.
+        position = (nodes.depth + 1).clamp(max=weaver.turn.shape[0] - 1)
+        x = F.embedding(nodes.token, weaver.token_table)
+        query = self._run(x, weaver.turn[position], self.prefix + first, visible, attend=weaver.steps.attend)
+        logits = weaver.steps.pool_logits(
+            query, nodes.depth.contiguous(), self.pool_tokens, self.pool_scores, weaver.query_table
+        )
+        return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+
+    def _run(self, x: Tensor, turn: Tensor, first: int, visible: Tensor, attend) -> Tensor:
+        """The blocks over x [R, n, d_rank], keys and values kept at places first..; normed states [R, n, d_rank]."""
+        weaver, heads = self.weaver, self.weaver.config.num_heads
+        normed = _normed(x)
+        for layer, block in enumerate(weaver.blocks):
+            qkv = F.linear(normed, *block["qkv"]).unflatten(-1, (3, heads, -1))
+            mixed = attend(qkv, turn, self.keys[layer], self.values[layer], first, visible)
+            x, normed = weaver.steps.add_norm(x, F.linear(mixed, block["o"]))
+            inner = weaver.steps.silu_mul(F.linear(normed, *block["gate_up"]))
+            x, normed = weaver.steps.add_norm(x, F.linear(inner, *block["down"]))
+        return normed
+
+
+def _whole_eights(count: int) -> int:
+    return -(-count // 8) * 8
+
+
+def _steps(implementation: str):
+    if implementation == "torch":
+        return steps
+    if implementation != "triton":
+        raise ValueError(f"implementation is {implementation!r}; give 'torch', 'triton' or None")
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    return triton_steps
+
+
+def _normed(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps), computed in float32 at least; scale and bias are folded into what follows."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+def _after_norm(tensors: dict[str, Tensor], norm: str, linear: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(weight, bias) of the linear map behind a norm, with the norm's scale and bias in them."""
+    weight = tensors[f"{linear}.weight"]
+    bias = weight @ tensors[f"{norm}.bias"]
+    if f"{linear}.bias" in tensors:
+        bias = bias + tensors[f"{linear}.bias"]
+    return (weight * tensors[f"{norm}.weight"]).to(dtype), bias.to(dtype)

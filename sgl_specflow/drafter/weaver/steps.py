@@ -1,0 +1,63 @@
+"""The pieces of one Weaver round in plain PyTorch. `triton_steps` has the same functions as single GPU kernels.
+
+R requests, n entries each, h heads of d numbers, all contiguous. Arithmetic that loses by it is in float32 at least.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgl_specflow.drafter.weaver.reference import EPS
+
+
+def attend(qkv: Tensor, turn: Tensor, keys: Tensor, values: Tensor, first: int, visible: Tensor) -> Tensor:
+    """Rotate queries and keys, keep keys and values at places first .. first + n - 1, and attend.
+
+    Args:
+        qkv: [R, n, 3, h, d].
+        turn: float32 at least, [R, n, 2, d]: what a head is multiplied with, and what its swapped halves are (the first
+            half of the latter negated).
+        keys, values: [R, h, places, d], places a multiple of 8; written at n places. Unwritten places are finite.
+        visible: bool [R, n, places], what each entry attends to: itself, and places that are written (by this call too).
+    Returns:
+        [R, n, h * d].
+    """
+    count, head_dim = qkv.shape[1], qkv.shape[-1]
+    # Attention kernels want whole eights of a mask's columns.
+    end = -(-(first + count) // 8) * 8
+    cos, sin = (turn[:, :, part, None, None] for part in (0, 1))
+    qk = qkv[:, :, :2]
+    q, k = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin).transpose(1, 3).unbind(2)
+    keys[:, :, first : first + count] = k
+    values[:, :, first : first + count] = qkv[:, :, 2].transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(
+        q.to(keys.dtype), keys[:, :, :end], values[:, :, :end], attn_mask=visible[:, None, :, :end]
+    )
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def add_norm(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(x + delta, the same divided by its root mean square), both [R, n, d_rank]."""
+    total = x + delta
+    return total, F.rms_norm(total, total.shape[-1:], eps=EPS)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 m], gate first: [..., m]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def pool_logits(query: Tensor, depth: Tensor, pool_tokens: Tensor, pool_scores: Tensor, table: Tensor) -> Tensor:
+    """Scores of the candidates one deeper than each node: pool_scores plus query times the table's rows.
+
+    Args:
+        query: [R, n, d_rank]. depth: int64 [R, n]; D and deeper are read as D - 1.
+        pool_tokens: int64 [R, D, P]. pool_scores: float32 at least, [R, D, P]. table: [V, d_rank].
+    Returns:
+        [R, n, P] in pool_scores' dtype.
+    """
+    _, depths, pool = pool_tokens.shape
+    level = depth.clamp(max=depths - 1)[:, :, None].expand(-1, -1, pool)
+    rows = F.embedding(pool_tokens.gather(1, level), table)
+    return pool_scores.gather(1, level) + (rows @ query[..., None])[..., 0]

@@ -1,0 +1,124 @@
+"""python -m sgl_specflow.training COMMAND [CONFIG.yaml] [name=value ...]
+
+    regenerate   prompts in, the target's own continuations out
+    train        one head, from what regenerate wrote; goes on from OUT/checkpoint.pt; also under torchrun
+    export       OUT/checkpoint.pt as a head's folder: the same config, no training
+    evaluate     offline accept lengths of heads on test prompts
+
+The names are those of the dataclasses in sgl_specflow/training/config.py.
+"""
+
+import sys
+from pathlib import Path
+
+from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.training.config import EvaluateConfig, RegenerateConfig, TrainConfig, load
+
+LOCKSTEP_BATCH = 4096
+
+
+def _config(kind, words: list[str]):
+    path = words[0] if words and "=" not in words[0] else None
+    return load(kind, path, words[1:] if path else words)
+
+
+def regenerate(words: list[str]) -> None:
+    import transformers
+
+    from sgl_specflow.training.regenerate import EngineGenerator
+    from sgl_specflow.training.regenerate import regenerate as run
+
+    config = _config(RegenerateConfig, words)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.target)
+    if config.backend == "engine":
+        generate = EngineGenerator(config.target, config.engine_flags)
+        try:
+            run(config, generate, tokenizer)
+        finally:
+            generate.close()
+    else:
+        run(config, _lockstep(config.target, config.seed)[1], tokenizer)
+
+
+def train(words: list[str]) -> None:
+    from sgl_specflow.training.export import export as write
+    from sgl_specflow.training.export import facts
+
+    trainer, responses = _trainer(_config(TrainConfig, words))
+    config, checkpoint = trainer.config, Path(trainer.config.out) / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+        print(f"going on from step {trainer.progress.step}", flush=True)
+    trainer.warm_up()
+    trainer.run()
+    trainer.save(checkpoint)
+    trainer.validate()
+    if trainer.process == 0:
+        run = facts(config, trainer.head_config, trainer, responses, _data_kind(responses))
+        write(Path(config.out) / "head", trainer.head_config, trainer.exported, run)
+
+
+def export(words: list[str]) -> None:
+    from sgl_specflow.training.export import export as write
+    from sgl_specflow.training.export import facts
+
+    trainer, responses = _trainer(_config(TrainConfig, words))
+    trainer.load(Path(trainer.config.out) / "checkpoint.pt")
+    run = facts(trainer.config, trainer.head_config, trainer, responses, _data_kind(responses))
+    write(Path(trainer.config.out) / "head", trainer.head_config, trainer.exported, run)
+
+
+def evaluate(words: list[str]) -> None:
+    import transformers
+
+    from sgl_specflow.training.evaluate import continuations, table
+    from sgl_specflow.training.evaluate import evaluate as measure
+    from sgl_specflow.training.target_states import FrozenTarget
+
+    config = _config(EvaluateConfig, words)
+    model, generate = _lockstep(config.target, 0)
+    answers = continuations(config, transformers.AutoTokenizer.from_pretrained(config.target), generate)
+    print(table(measure(config, FrozenTarget(model, ()), answers)))
+
+
+def _trainer(config: TrainConfig):
+    from sgl_specflow.training.responses import load_responses
+    from sgl_specflow.training.target_states import FrozenTarget, load_model
+    from sgl_specflow.training.trainer import Trainer, start_processes
+
+    model = load_model(config.target, start_processes(), config.dtype)
+    head, responses = config.head.config(model.config), load_responses(config.responses)
+    return Trainer(config, head, FrozenTarget(model, head.target_layer_ids), responses), responses
+
+
+def _lockstep(target: str, seed: int):
+    import torch
+
+    from sgl_specflow.training.lockstep import LockstepGenerator
+    from sgl_specflow.training.target_states import load_model
+
+    model = load_model(target, "cuda" if torch.cuda.is_available() else "cpu")
+    return model, LockstepGenerator(model, LOCKSTEP_BATCH, seed)
+
+
+def _data_kind(responses) -> str:
+    return "corpus" if not any(response.greedy for response in responses) else "regenerated"
+
+
+COMMANDS = {"regenerate": regenerate, "train": train, "export": export, "evaluate": evaluate}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        COMMANDS[sys.argv[1]](sys.argv[2:])
+    except SpecflowConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

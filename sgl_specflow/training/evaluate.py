@@ -1,0 +1,105 @@
+"""`evaluate`: offline accept lengths of heads on test prompts, into the rows of eval/results/acceptance_*.json."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from sgl_specflow.drafter.checkpoint import load_tensors
+from sgl_specflow.drafter.config import HeadConfig
+from sgl_specflow.drafter.reference import ReferenceHead
+from sgl_specflow.eval.prompts import rows as test_rows
+from sgl_specflow.eval.record import describe
+from sgl_specflow.training.config import EvaluateConfig
+from sgl_specflow.training.offline_accept import OfflineDrafter, accept_lengths
+from sgl_specflow.training.prompts import chat_tokens
+from sgl_specflow.training.responses import Response, load_responses, save_responses
+from sgl_specflow.training.target_states import FrozenTarget
+
+TRAINING = "training.json"
+
+
+def continuations(config: EvaluateConfig, tokenizer, generate: Callable) -> list[Response]:
+    """The target's greedy answers to the first `rows` prompts of each data set; kept in `config.continuations`.
+
+    generate: (prompts, max_new_tokens) -> continuations.
+    """
+    kept = Path(config.continuations) if config.continuations else None
+    if kept and kept.exists():
+        return load_responses(kept)
+    texts = [
+        (dataset, chat[0]["content"])
+        for dataset in config.datasets
+        for chat in test_rows(Path(config.data), dataset)[: config.rows]
+    ]
+    tokens = chat_tokens(tokenizer, [text for _, text in texts])
+    prompts = [(dataset, tokens[index]) for index, (dataset, _) in enumerate(texts)]
+    answers = generate([tokens for _, tokens in prompts], config.max_new_tokens)
+    responses = [
+        Response(dataset, torch.tensor(tokens + answer), len(tokens), held_out=True)
+        for (dataset, tokens), answer in zip(prompts, answers, strict=True)
+    ]
+    if kept:
+        save_responses(responses, kept)
+    return responses
+
+
+def evaluate(config: EvaluateConfig, target: FrozenTarget, answers: list[Response]) -> dict:
+    """Measure every head and write `config.out` after each: {"meta", "rows"}, a row a method, data set and budget."""
+    result = {"meta": describe(config.commit or None) | {"config": asdict(config)}, "rows": []}
+    out = Path(config.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    counts = {dataset: sum(answer.source == dataset for answer in answers) for dataset in config.datasets}
+    for folder in config.heads:
+        head_config = HeadConfig.load(folder)
+        dtype, device = target.embedding.dtype, target.embedding.device
+        target.capture(head_config.target_layer_ids)
+        head = ReferenceHead(head_config, load_tensors(folder, dtype, str(device)))
+        refreshed = config.path_refresh if head_config.causal_head else []
+        drafter = OfflineDrafter(head, target, config.width)
+        lengths = accept_lengths(drafter, answers, config.budgets, refreshed, chains=[head_config.block_size])
+        result["rows"] += _rows(Path(folder), head_config, lengths, counts)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _rows(folder: Path, head: HeadConfig, lengths: dict, counts: dict[str, int]) -> list[dict]:
+    facts = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else {}
+    rows = []
+    for method, of_source in lengths.items():
+        kind, _, budget = method.partition("-")
+        drafter = {"tree": "jetflow" if head.causal_head else "ddtree", "chain": "dflash"}.get(kind, "jetflow")
+        for dataset, count in counts.items():
+            rows.append(
+                {
+                    "drafter": drafter,
+                    "method": {"tree": "one_pass", "refresh": "path_refresh", "chain": "chain"}[kind],
+                    "causal": head.causal_head,
+                    "head": folder.name,
+                    "loss": facts.get("loss", "unknown"),
+                    "data": facts.get("data", "unknown"),
+                    "steps": facts.get("steps"),
+                    "dataset": dataset,
+                    "budget": int(budget),
+                    "accept_length": round(of_source[dataset], 4),
+                    "prompts": count,
+                    "engine": "offline",
+                }
+            )
+    return rows
+
+
+def table(result: dict) -> str:
+    """The rows as text, a line a head and method."""
+    cells: dict[tuple, dict[tuple, float]] = {}
+    for row in result["rows"]:
+        line = cells.setdefault((row["head"], row["method"]), {})
+        line[row["dataset"], row["budget"]] = row["accept_length"]
+    lines = []
+    for (head, method), line in cells.items():
+        for dataset in sorted({dataset for dataset, _ in line}):
+            values = "  ".join(f"{budget}: {value:.2f}" for (name, budget), value in line.items() if name == dataset)
+            lines.append(f"{head:28} {method:13} {dataset:9} {values}")
+    return "\n".join(lines)

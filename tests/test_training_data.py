@@ -1,0 +1,219 @@
+"""Training data: prompts, the refusal of test rows, generation, shards that a later run goes on from, run configs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import make_tiny_llama
+from training_cases import MASK, PROMPT, tiny_model
+from transformers import AutoTokenizer
+
+from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.training.config import EvaluateConfig, HeadShape, RegenerateConfig, TrainConfig, load
+from sgl_specflow.training.lockstep import LockstepGenerator
+from sgl_specflow.training.prompts import Prompt, TestRows, chat_tokens, openings, self_written, train_prompts
+from sgl_specflow.training.regenerate import corpus_responses, regenerate
+from sgl_specflow.training.responses import Response, load_responses, save_responses
+
+LONG = "A farmer has twelve cows and sells three of them each year to buy hay for those that stay. " * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A data folder in small, with the real field names."""
+    folder = tmp_path_factory.mktemp("data")
+    task = lambda number: {"task_id": number, "text": f"Task {number}.", "code": "x", "test_list": ["assert x"]}
+    files = {
+        "gsm8k_train": [{"question": f"How many are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(12)],
+        "gsm8k_test": [{"question": LONG, "answer": "1"}],
+        "math500": [{"problem": "What is one?", "answer": "1"}],
+        "mt_bench": [{"question_id": 1, "category": "x", "turns": ["Write to a duck.", "Now to two ducks."]}],
+        "mbpp": [task(number) for number in (11, 12, 601, 602, 605, 606)],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tiny_llama(tmp_path_factory.mktemp("model"), layers=1))
+
+
+def test_train_prompts_are_train_rows_in_the_chat_template_without_the_shipped_ones(folder, tokenizer):
+    prompts = train_prompts(folder, "gsm8k", tokenizer, held_out=2)
+    assert len(prompts) == 11 and "How many are 2 and 2?" not in [p.text for p in prompts]
+    assert [p.held_out for p in prompts] == [False] * 9 + [True] * 2
+    chat = [{"role": "user", "content": prompts[3].text}]
+    template = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompts[3].tokens == template
+    assert [p.text.split(".")[0] for p in train_prompts(folder, "mbpp", tokenizer, 0)] == [
+        "Task 601",
+        "Task 602",
+        "Task 606",
+    ]
+    assert chat_tokens(tokenizer, []) == []
+
+
+def test_test_rows_are_refused_by_hash_however_they_are_written(folder, tokenizer):
+    rows = TestRows.of(folder)
+    for text in (
+        "what is ONE",
+        "Now to two ducks!",
+        LONG + " And then?",
+        "Task 11.\nYour code should pass these tests:\nassert x",
+    ):
+        assert text in rows, text
+        with pytest.raises(SpecflowConfigError, match="a row of a test set"):
+            rows.refuse([Prompt("x", "fine", []), Prompt("x", text, [])])
+    assert "How many are 3 and 3?" not in rows and "Task 601." not in rows
+    kept = self_written([" What is one? ", "Tell me of ducks.", "short", "Tell me of ducks."], tokenizer, rows, 0)
+    assert [prompt.text for prompt in kept] == ["Tell me of ducks."]
+
+
+def test_a_missing_test_set_is_no_licence_to_train_on_it(folder, tmp_path):
+    for file in folder.glob("*.jsonl"):
+        if file.name != "math500.jsonl":
+            (tmp_path / file.name).write_text(file.read_text())
+    with pytest.raises(FileNotFoundError, match="math500"):
+        TestRows.of(tmp_path)
+
+
+def test_openings_are_starts_of_train_prompts_common_ones_and_none(folder, tokenizer):
+    train = train_prompts(folder, "gsm8k", tokenizer, held_out=2)
+    written = list(openings(200, train, seed=0))
+    assert written == list(openings(200, train, seed=0)) and written != list(openings(200, train, seed=1))
+    assert "" in written and any(text.startswith("How many are") for text in written) and "Explain" in written
+    assert not any("10 and 10" in text or "11 and 11" in text for text in written)
+
+
+def test_lockstep_decoding_is_greedy_decoding():
+    model = tiny_model()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, MASK, (n,), generator=generator).tolist() for n in (3, 6, 9, 4, 12, 5, 7)]
+    written = LockstepGenerator(model, batch=3)(prompts, 20)
+    for prompt, text in zip(prompts, written, strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert text == out[0, len(prompt) :].tolist()
+    with pytest.raises(ValueError, match="LlamaForCausalLM only"):
+        LockstepGenerator(torch.nn.Linear(1, 1), 2)
+
+
+def test_lockstep_samples_follow_the_target():
+    """First tokens of 4000 samples against the softmax: total variation below what chance gives four of 10,000 times."""
+    model, prompt = tiny_model(), [3, 9, 14]
+    written = LockstepGenerator(model, batch=4000, seed=1)([prompt] * 4000, 1, temperature=1.0)
+    counts = torch.bincount(torch.tensor([text[0] for text in written]), minlength=48) / 4000
+    expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    assert (counts - expected).abs().sum() / 2 < 0.06
+
+
+class Scripted:
+    """A target that answers with the prompt's length, and is cut off after some batches."""
+
+    def __init__(self, stop: int, batches: int = 10**9):
+        self.stop, self.batches, self.temperatures = stop, batches, []
+
+    def __call__(self, prompts, max_new_tokens, temperature=0.0):
+        if len(self.temperatures) == self.batches:
+            raise KeyboardInterrupt
+        self.temperatures.append(temperature)
+        return [[10 + len(prompt) % 7, 20, self.stop][-max_new_tokens:] for prompt in prompts]
+
+
+def test_a_regeneration_that_was_cut_goes_on_and_gives_what_an_uncut_one_gives(folder, tokenizer, tmp_path):
+    config = RegenerateConfig(
+        target="t", data=str(folder), out=str(tmp_path / "cut"), sources=["gsm8k", "mbpp"], repeats={"mbpp": 3},
+        held_out=1, shard=4, temperature=0.5,
+    )  # fmt: skip
+    stop = tokenizer.eos_token_id
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(config, Scripted(stop, batches=3), tokenizer)
+    assert len(list((tmp_path / "cut").glob("*.npz"))) == 3
+    rest = Scripted(stop)
+    shards = regenerate(config, rest, tokenizer)
+    regenerate(replace(config, out=str(tmp_path / "whole")), Scripted(stop), tokenizer)
+    for one, other in zip(load_responses(shards), load_responses(tmp_path / "whole"), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and (one.source, one.greedy) == (other.source, other.greedy)
+    responses = load_responses(shards)
+    assert [r.source for r in responses if r.held_out] == ["mbpp", "gsm8k"] or sum(r.held_out for r in responses) == 2
+    assert sum(not r.greedy for r in responses) == 4 and rest.temperatures.count(0.5) == 1
+    with pytest.raises(SpecflowConfigError, match="other temperature"):
+        regenerate(replace(config, temperature=0.7), rest, tokenizer)
+
+
+def test_self_written_prompts_are_kept_between_runs(folder, tokenizer, tmp_path):
+    config = RegenerateConfig(
+        target="t", data=str(folder), out=str(tmp_path), sources=["gsm8k", "self_written"], self_written=40, held_out=1
+    )
+    regenerate(config, Scripted(tokenizer.eos_token_id), tokenizer)
+    kept = json.loads((tmp_path / "prompts.json").read_text())
+    assert len(kept) == 40
+    assert {"gsm8k", "self_written"} == {r.source for r in load_responses(tmp_path)}
+
+
+def test_corpus_responses_are_the_data_sets_own_answers(folder, tokenizer):
+    responses = corpus_responses(folder, tokenizer, held_out=1)
+    first = responses[0]
+    assert tokenizer.decode(first.tokens[first.prompt_length : -1]) == "#### 0"
+    assert first.tokens[-1] == tokenizer.eos_token_id and not first.greedy
+    assert sum(r.held_out for r in responses) == 2
+
+
+def test_responses_survive_storing(tmp_path):
+    given = [
+        Response("a", torch.arange(9), PROMPT, True),
+        Response("b", torch.arange(70000, 70004), 2, False, greedy=False),
+    ]
+    save_responses(given, tmp_path / "x" / "responses-0.npz")
+    for one, other in zip(load_responses([tmp_path / "x"]), given, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert [vars(one)[k] for k in ("source", "prompt_length", "held_out", "greedy")] == [
+            vars(other)[k] for k in ("source", "prompt_length", "held_out", "greedy")
+        ]
+    with pytest.raises(SpecflowConfigError, match="run regenerate first"):
+        load_responses(tmp_path)
+
+
+def test_a_run_is_one_yaml_file_and_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "target: t\nresponses: [r]\nout: o\nsteps: 5\nlearning_rate: 1e-3\nhead: {causal: false, layers: 2}\n"
+    )
+    config = load(TrainConfig, path, ["head.layers=3", "loss=reverse_kl", "minutes=2"])
+    assert config.head == HeadShape(causal=False, layers=3) and config.learning_rate == 1e-3
+    assert (config.steps, config.loss, config.minutes) == (5, "reverse_kl", 2.0)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["steps=5"], "no target, responses, out"),
+        (["target=t", "responses=[r]", "out=o", "setps=5"], r"\['setps'\]"),
+        (["target=t", "responses=[r]", "out=o", "steps=five"], "steps 'five'"),
+        (["target=t", "responses=r", "out=o", "steps=5"], "responses 'r'"),
+        (["target=t", "responses=[r]", "out=o"], "neither steps nor minutes"),
+        (["target=t", "responses=[r]", "out=o", "steps=5", "loss=kl"], "loss 'kl'"),
+        (["target=t", "responses=[r]", "out=o", "steps=5", "anchors=100", "loss_chunk=64"], "divides anchors"),
+        (["target=t", "responses=[r]", "out=o", "steps=5", "head.layrs=5"], r"\['layrs'\]"),
+    ],
+)
+def test_a_wrong_run_config_is_refused_by_name(words, message):
+    with pytest.raises(SpecflowConfigError, match=message):
+        load(TrainConfig, None, words)
+
+
+def test_other_configs_refuse_too(tmp_path):
+    with pytest.raises(SpecflowConfigError, match="backend 'vllm'"):
+        load(RegenerateConfig, None, ["target=t", "data=d", "out=o", "backend=vllm"])
+    with pytest.raises(SpecflowConfigError, match="cannot be read"):
+        load(EvaluateConfig, tmp_path / "none.yaml", [])
+
+
+def test_a_head_cannot_read_the_targets_last_layer():
+    model = tiny_model().config
+    with pytest.raises(SpecflowConfigError, match="cannot capture the last layer"):
+        HeadShape(mask_token_id=MASK, target_layers=[0, 3]).config(model)
+    assert HeadShape(mask_token_id=MASK).config(model).target_layer_ids == (1, 2)

@@ -1,0 +1,284 @@
+"""The step's small kernels against the torch functions that they stand for.
+
+tree_build.cu runs on the CPU through tests/cuda_on_cpu.h; the Triton kernels in Triton's interpreter, in a child process;
+all of them on the GPU where there is one.
+"""
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import choices_near, token_trees
+from sgl_specflow.kernels.tree_step import accept_and_plan, best_tokens, empty_tree, tree_from_marginals
+from sgl_specflow.kernels.tree_step import tree_build as tree_build_module
+from test_tree import marginals
+
+from sgl_specflow.commit import plan_commit
+from sgl_specflow.tree import TokenTree, build_tree
+from sgl_specflow.verify import accept
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+TESTS = Path(__file__).resolve().parent
+NVCC, GXX = shutil.which("nvcc"), shutil.which("g++")
+interpreter = pytest.mark.skipif(not INTERPRETING, reason="runs in a child process with TRITON_INTERPRET=1")
+parent_process = pytest.mark.skipif(INTERPRETING, reason="this is the child process")
+
+
+def gpu(test):
+    reason = "needs CUDA"
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETING, reason=reason)(test))
+
+
+# --- tree building ---
+
+BUILD_CASES = [
+    ("smooth", 3, 15, 16, 64, False),
+    ("smooth", 2, 15, 16, 256, False),
+    ("smooth", 2, 7, 256, 33, True),
+    ("smooth", 1, 1, 4, 16, False),
+    ("tied", 5, 4, 4, 20, True),
+    ("tied", 3, 6, 16, 200, False),
+    ("faulty", 6, 5, 5, 17, True),
+    ("smooth", 4, 15, 2, 2, False),
+    ("smooth", 4, 15, 1, 16, True),
+]
+
+
+def build_inputs(kind, requests, depths, width, budget, limited, seed=0):
+    log_probs, tokens = marginals(kind, requests, depths, width, seed)
+    # The kernel takes what best_tokens gives: sorted candidates, here NaN and +inf as build_tree counts them.
+    clean = log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf)
+    order = clean.clamp(max=0.0).sort(dim=2, descending=True, stable=True).indices
+    log_probs, tokens = log_probs.gather(2, order), tokens.gather(2, order)
+    limits = torch.arange(requests) % (depths + 2) if limited else None
+    return torch.arange(requests) + 7, log_probs.contiguous(), tokens.contiguous(), budget, limits
+
+
+def assert_same_tree(tree, expected):
+    for field in fields(TokenTree):
+        assert torch.equal(getattr(tree, field.name).cpu(), getattr(expected, field.name)), field.name
+
+
+@functools.cache
+def build_library(slots: int) -> ctypes.CDLL:
+    library = Path(tempfile.mkdtemp(prefix="tree_build_on_cpu_")) / "kernel.so"
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-U_FORTIFY_SOURCE",
+        "-fno-strict-aliasing",
+        "-Wno-unknown-pragmas",
+    ]
+    folders = [f"-I{TESTS}", f"-I{tree_build_module.SOURCE.parent}", f"-DSLOTS={slots}"]
+    command = [GXX, *flags, *folders, str(TESTS / "tree_build_on_cpu.cpp"), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(library))
+
+
+def build_on_cpu(root, log_probs, tokens, budget, limits, committed=None):
+    tree = empty_tree(len(root), budget, torch.device("cpu"))
+    for field in fields(TokenTree):
+        getattr(tree, field.name).fill_(-77)
+    positions = None if committed is None else torch.empty_like(tree.depth)
+    arguments = tree_build_module.build_arguments(root, log_probs, tokens, budget, limits, tree, committed, positions)
+    shared = tree_build_module.shared_bytes(budget, *log_probs.shape[1:])
+    build_library(tree.ancestors.shape[2]).build_on_cpu(ctypes.byref(arguments), ctypes.c_size_t(shared), len(root))
+    return tree, positions
+
+
+@parent_process
+@pytest.mark.skipif(GXX is None, reason="g++ is missing")
+@pytest.mark.parametrize("case", BUILD_CASES, ids=str)
+def test_the_cuda_source_builds_the_same_tree(case):
+    inputs = build_inputs(*case)
+    committed = torch.arange(len(inputs[0])) * 11
+    tree, positions = build_on_cpu(*inputs, committed)
+    expected = build_tree(*inputs)
+    assert_same_tree(tree, expected)
+    assert torch.equal(positions, expected.positions(committed))
+    tree.check()
+
+
+@parent_process
+@pytest.mark.skipif(GXX is None, reason="g++ is missing")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["smooth", "tied", "faulty"]),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(2, 64),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_the_cuda_source_builds_any_tree(kind, requests, depths, width, budget, limited, seed):
+    inputs = build_inputs(kind, requests, depths, width, budget, limited, seed)
+    assert_same_tree(build_on_cpu(*inputs)[0], build_tree(*inputs))
+
+
+@parent_process
+@pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
+@pytest.mark.parametrize("target, slots", [("sm_80", 8), ("sm_90a", 2), ("sm_100a", 8)])
+def test_tree_building_compiles(target, slots, tmp_path):
+    command = [
+        NVCC,
+        f"-gencode=arch=compute_{target[3:]},code={target}",
+        "-std=c++17",
+        "-cubin",
+        "-Werror=all-warnings",
+    ]
+    command += ["-Xptxas=-v", f"-DSLOTS={slots}", str(tree_build_module.SOURCE), "-o", str(tmp_path / "kernel.cubin")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and "0 bytes spill stores" in result.stderr, result.stderr
+
+
+@parent_process
+def test_wrong_arguments_of_tree_building_are_named():
+    root, log_probs, tokens, budget, _ = build_inputs("smooth", 2, 3, 4, 16, False)
+    tree = empty_tree(2, 16, torch.device("cpu"))
+    arguments = functools.partial(tree_build_module.build_arguments, committed=None, positions=None)
+    with pytest.raises(ValueError, match="log_probs is torch.float64"):
+        arguments(root, log_probs.double(), tokens, budget, None, tree)
+    with pytest.raises(ValueError, match="budget 300"):
+        arguments(root, log_probs, tokens, 300, None, empty_tree(2, 300, torch.device("cpu")))
+    with pytest.raises(ValueError, match="do not fit into a block"):
+        arguments(root, torch.zeros(2, 100, 128), torch.zeros(2, 100, 128, dtype=torch.int64), budget, None, tree)
+    with pytest.raises(ValueError, match="out.parent"):
+        arguments(
+            root,
+            log_probs,
+            tokens,
+            17,
+            None,
+            empty_tree(2, 17, torch.device("cpu")).__class__(
+                **{**vars(empty_tree(2, 17, torch.device("cpu"))), "parent": tree.parent}
+            ),
+        )
+
+
+@gpu
+@pytest.mark.parametrize("case", BUILD_CASES, ids=str)
+def test_trees_on_the_gpu(case):
+    root, log_probs, tokens, budget, limits = build_inputs(*case)
+    committed = torch.arange(len(root)) * 11
+    positions = torch.empty(len(root), budget, dtype=torch.int64, device="cuda")
+    moved = [None if x is None else x.cuda() for x in (root, log_probs, tokens, limits, committed)]
+    tree = tree_from_marginals(*moved[:3], budget, moved[3], committed=moved[4], positions=positions)
+    expected = build_tree(root, log_probs, tokens, budget, limits)
+    assert_same_tree(tree, expected)
+    assert torch.equal(positions.cpu(), expected.positions(committed))
+
+
+# --- likeliest tokens ---
+
+TOKEN_CASES = [  # rows, vocabulary, width, dtype, scale, cap, kind
+    (3, 50, 5, torch.float32, 1.0, 0.0, "random"),
+    (2, 3000, 16, torch.float32, 1.0, 0.0, "random"),
+    (2, 3000, 16, torch.float32, 0.5, 30.0, "random"),
+    (2, 2500, 8, torch.float32, 1.0, 0.0, "tied"),
+    (2, 2048, 4, torch.float32, 1.0, 0.0, "edges"),
+    (1, 20, 20, torch.float32, 1.0, 0.0, "random"),
+    (2, 1500, 256, torch.float32, 1.0, 0.0, "random"),
+    (1, 150000, 64, torch.float32, 1.0, 0.0, "random"),
+    (2, 2500, 8, torch.bfloat16, 1.0, 0.0, "random"),
+]
+
+
+def token_logits(rows, vocabulary, dtype, kind):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 5 * torch.randn(rows, vocabulary, generator=generator) - 3
+    if kind == "tied":
+        logits = logits.round()
+    if kind == "edges":
+        logits = -1000 + logits
+        logits[0, ::3], logits[0, 7], logits[1, 1400], logits[1, :1024] = -torch.inf, torch.nan, -0.0, -torch.inf
+        logits[1, 1500], logits[1, 1600] = 0.0, -999.0
+    return logits.to(dtype)
+
+
+def assert_best(case, device):
+    rows, vocabulary, width, dtype, scale, cap, kind = case
+    logits = token_logits(rows, vocabulary, dtype, kind)
+    values, tokens, total = best_tokens(logits.to(device), width, scale=scale, cap=cap)
+    exact = logits.double() * scale
+    exact = cap * torch.tanh(exact / cap) if cap else exact
+    exact = exact.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    wanted_values, wanted = exact.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(tokens.cpu(), wanted[:, :width])
+    torch.testing.assert_close(values.cpu().double(), wanted_values[:, :width], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total.cpu().double(), exact.logsumexp(1), rtol=1e-6, atol=1e-5)
+
+
+@parent_process
+@pytest.mark.parametrize("case", TOKEN_CASES, ids=str)
+def test_best_tokens_in_torch(case):
+    assert_best(case, "cpu")
+
+
+@interpreter
+@pytest.mark.parametrize("case", TOKEN_CASES, ids=str)
+def test_interpreted_best_tokens(case):
+    assert_best(case, "cpu")
+
+
+@gpu
+@pytest.mark.parametrize("case", [*TOKEN_CASES, (15, 151936, 16, torch.bfloat16, 1.0, 0.0, "random")], ids=str)
+def test_best_tokens_on_the_gpu(case):
+    assert_best(case, "cuda")
+
+
+# --- acceptance and commit ---
+
+
+def assert_accepts(tree, seed, max_depth, device):
+    choice = choices_near(tree, seed)
+    requests, budget = tree.token.shape
+    window = torch.randperm(requests * budget, generator=torch.Generator().manual_seed(seed)).view(requests, budget) + 5
+    committed = torch.arange(requests) * 13 + 2
+    moved = TokenTree(*(getattr(tree, field.name).to(device) for field in fields(TokenTree)))
+    commit = accept_and_plan(moved, choice.to(device), max_depth, window.to(device), committed.to(device))
+    expected = accept(tree, choice, max_depth)
+    plan = plan_commit(window, expected, committed)
+    for got, wanted in ((commit.accepted, expected), (commit.plan, plan)):
+        for name, value in vars(wanted).items():
+            assert torch.equal(getattr(got, name).cpu(), value), name
+    assert torch.equal(commit.new_length.cpu(), committed + expected.length)
+
+
+@interpreter
+@settings(max_examples=60, deadline=None)
+@given(token_trees(), st.integers(0, 2**20), st.integers(0, 12))
+def test_interpreted_acceptance(tree, seed, max_depth):
+    assert_accepts(tree, seed, max_depth, "cpu")
+
+
+@gpu
+@settings(max_examples=60, deadline=None)
+@given(token_trees(max_budget=256), st.integers(0, 2**20), st.integers(0, 12))
+def test_acceptance_on_the_gpu(tree, seed, max_depth):
+    assert_accepts(tree, seed, max_depth, "cuda")
+
+
+@parent_process
+def test_the_triton_kernels_hold_in_the_interpreter():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "interpreted", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(TOKEN_CASES) + 1} passed" in run.stdout, run.stdout

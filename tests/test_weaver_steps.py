@@ -1,0 +1,120 @@
+"""The Triton pieces of a Weaver round equal the plain ones: in Triton's interpreter on the CPU, compiled on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from weavers import random_weaver, weaver_config
+
+from sgl_specflow.drafter.weaver import FoldedWeaver, steps
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+CUDA = torch.cuda.is_available() and not INTERPRETING
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+
+
+@pytest.mark.skipif(INTERPRETING or CUDA, reason="this is the child process, or there is a GPU")
+def test_in_the_interpreter():
+    """This file again, in a child process: Triton reads the variable when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert f"{COMPILED} passed" in done.stdout
+
+
+def compiled(test):
+    return pytest.mark.skipif(not (INTERPRETING or CUDA), reason="runs in a child process with TRITON_INTERPRET=1")(
+        test
+    )
+
+
+def compare(got, expected, dtype):
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+ATTEND = [(1, 1, 2, 8, 8), (3, 8, 4, 8, 17), (2, 5, 1, 24, 40), (2, 3, 2, 64, 33)]
+LOGITS = [(1, 1, 3, 12, 32), (2, 5, 4, 37, 48), (3, 8, 7, 16, 300)]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("requests, count, heads, dim, first", ATTEND)
+def test_attend(requests, count, heads, dim, first, dtype):
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    torch.manual_seed(0)
+    places = (first + count + 15) // 8 * 8
+    qkv = torch.randn(requests, count, 3, heads, dim, device=DEVICE, dtype=dtype)
+    angle = torch.rand(requests, count, dim // 2, device=DEVICE) * 6
+    cos, sin = angle.cos(), angle.sin()
+    turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=2)
+    keys, values = (torch.randn(requests, heads, places, dim, device=DEVICE, dtype=dtype) for _ in range(2))
+    visible = torch.rand(requests, count, places, device=DEVICE) < 0.5
+    visible[:, :, first:] = torch.arange(places - first, device=DEVICE) == torch.arange(count, device=DEVICE)[:, None]
+    own_keys, own_values = keys.clone(), values.clone()
+    got = triton_steps.attend(qkv, turn, own_keys, own_values, first, visible)
+    expected = steps.attend(qkv, turn, keys, values, first, visible)
+    compare(got, expected, dtype)
+    compare(own_keys, keys, dtype)
+    assert torch.equal(own_values, values)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_norm_and_silu_mul(dtype):
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    torch.manual_seed(0)
+    for rank in (24, 64, 1024):
+        x, delta = (torch.randn(2, 3, rank, device=DEVICE, dtype=dtype) for _ in range(2))
+        for got, expected in zip(triton_steps.add_norm(x, delta), steps.add_norm(x, delta)):
+            compare(got, expected, dtype)
+        gate_up = torch.randn(2, 3, 2 * rank, device=DEVICE, dtype=dtype)
+        compare(triton_steps.silu_mul(gate_up), steps.silu_mul(gate_up), dtype)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("requests, count, depths, pool, rank", LOGITS)
+def test_pool_logits(requests, count, depths, pool, rank, dtype):
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    torch.manual_seed(0)
+    query, table = (
+        torch.randn(*shape, rank, device=DEVICE, dtype=dtype) / rank**0.5 for shape in ((requests, count), (90,))
+    )
+    depth = torch.randint(0, depths + 3, (requests, count), device=DEVICE)
+    tokens = torch.randint(0, 90, (requests, depths, pool), device=DEVICE)
+    scores = torch.randn(requests, depths, pool, device=DEVICE)
+    arguments = query, depth, tokens, scores, table
+    compare(triton_steps.pool_logits(*arguments), steps.pool_logits(*arguments), dtype)
+
+
+@compiled
+def test_whole_trees():
+    torch.manual_seed(2)
+    config = weaver_config()
+    embedding, lm_head = torch.randn(50, 20, device=DEVICE), torch.randn(50, 24, device=DEVICE) / 5
+    proposal = torch.randn(2, 7, 24, device=DEVICE)
+    scores, tokens = (proposal @ lm_head.T).topk(12, dim=-1)
+    inputs = torch.tensor([3, 9], device=DEVICE), torch.randn(2, 24, device=DEVICE), proposal, tokens, scores
+    trees = [
+        FoldedWeaver(config, random_weaver(config), embedding, lm_head, torch.float32, kind).build_tree(
+            *inputs, 33, 8, 12
+        )
+        for kind in ("torch", "triton")
+    ]
+    trees[1].check()
+    assert torch.equal(trees[0].token, trees[1].token) and torch.equal(trees[0].parent, trees[1].parent)
+
+
+COMPILED = len(ATTEND) + len(LOGITS) + 2
