@@ -76,7 +76,7 @@ class Layer:
 
     def in_float64(self) -> "Layer":
         names = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state")
-        stash = TreeStash(self.stash.u.double(), self.stash.k.double(), self.stash.g.double())
+        stash = TreeStash(self.stash.u.double(), self.stash.k.double(), self.stash.g.clone())
         pending = PendingPaths(*(x.clone() for x in (self.pending.parity, self.pending.length, self.pending.path)))
         return replace(self, stash=stash, pending=pending, **{name: getattr(self, name).double() for name in names})
 

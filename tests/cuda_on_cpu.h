@@ -29,6 +29,9 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
+struct uint2 {
+    unsigned x, y;
+};
 struct uint4 {
     unsigned x, y, z, w;
 };
@@ -196,29 +199,21 @@ inline void transpose_matrix(unsigned (*in)[12], unsigned (*out)[4]) {
         out[lane][0] = x[column][row] | unsigned(x[column + 1][row]) << 16;
     }
 }
-template <bool TF32>
-void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
-    constexpr int K = TF32 ? 8 : 16;
+inline void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
     double a[16][16], b[16][8];
     for (int lane = 0; lane < 32; ++lane) {
         const int row = lane / 4, pair = lane % 4;
-        for (int i = 0; i < 4; ++i) {
-            if (TF32) {
-                a[row + (i & 1) * 8][pair + (i >> 1) * 4] = as_float(in[lane][i] & 0xffffe000u);
-                if (i < 2) b[pair + i * 4][row] = as_float(in[lane][4 + i] & 0xffffe000u);
-            } else {
-                for (int half = 0; half < 2; ++half) {
-                    a[row + (i & 1) * 8][2 * pair + half + (i >> 1) * 8] = bf16_half(in[lane][i], half);
-                    if (i < 2) b[2 * pair + half + i * 8][row] = bf16_half(in[lane][4 + i], half);
-                }
+        for (int i = 0; i < 4; ++i)
+            for (int half = 0; half < 2; ++half) {
+                a[row + (i & 1) * 8][2 * pair + half + (i >> 1) * 8] = bf16_half(in[lane][i], half);
+                if (i < 2) b[2 * pair + half + i * 8][row] = bf16_half(in[lane][4 + i], half);
             }
-        }
     }
     for (int lane = 0; lane < 32; ++lane)
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + (i >> 1) * 8, column = lane % 4 * 2 + (i & 1);
             double sum = as_float(in[lane][6 + i]);
-            for (int k = 0; k < K; ++k) sum += a[row][k] * b[k][column];
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
             out[lane][i] = as_bits(float(sum));
         }
 }
@@ -247,12 +242,8 @@ inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
 inline float __expf(float x) { return expf(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    const uint64_t bytes = uint64_t(y) << 32 | x;
-    unsigned out = 0;
-    for (int i = 0; i < 4; ++i) out |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return out;
-}
+inline int max(int x, int y) { return x > y ? x : y; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
     unsigned bits;
@@ -301,9 +292,6 @@ inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
     memcpy(c, out, 16);
 }
 inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    multiply_add(c, a, b0, b1, on_cpu::multiply<false>);
-}
-inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    multiply_add(c, a, b0, b1, on_cpu::multiply<true>);
+    multiply_add(c, a, b0, b1, on_cpu::multiply);
 }
 inline unsigned pack_bf16(float low, float high) { return on_cpu::round_bf16(low) | on_cpu::round_bf16(high) << 16; }

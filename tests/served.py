@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from sgl_specflow.launch.quickstart import EXACT_FLOAT32
 from sgl_specflow.launch.server import Server, start
 from tiny_models import save_random
@@ -80,6 +82,27 @@ def make_small_hybrid_target(folder: Path, sharpness: float = 4.0, seed: int = 5
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 2}, indent=1))
     _make_word_tokenizer(folder, VOCABULARY)
+    return Path(folder)
+
+
+def make_multimodal_twin(text_model: Path, folder: Path) -> Path:
+    """The same language model as a checkpoint of the multimodal class, which is how Qwen3.5 and Qwen3.6 are published."""
+    shutil.copytree(text_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    vision = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "text_config": text,
+        "vision_config": vision | {"out_hidden_size": text["hidden_size"]},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return Path(folder)
 
 

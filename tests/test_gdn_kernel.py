@@ -140,7 +140,7 @@ def in_float64(layer):
     exact = copy.deepcopy(layer)
     for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state"):
         setattr(exact, name, getattr(layer, name).double())
-    exact.stash = TreeStash(layer.stash.u.double(), layer.stash.k.double(), layer.stash.g.double())
+    exact.stash = TreeStash(layer.stash.u.double(), layer.stash.k.double(), layer.stash.g.clone())
     return exact
 
 

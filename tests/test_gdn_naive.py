@@ -174,6 +174,27 @@ def test_requests_without_pending_or_slot_in_one_batch():
         assert torch.equal(batched.stash.k[:, row], naive.stash.k[:, row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["naive", "batched"])
+def test_models_in_lower_precision(dtype, implementation):
+    layer = make_layer(3, [parents("recent", 40), parents("chain", 30)], 2, 4, 16, dtype=dtype)
+    exact = copy.deepcopy(layer)
+    for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state"):
+        setattr(exact, name, getattr(layer, name).double())
+    exact.stash = TreeStash(layer.stash.u.double(), layer.stash.k.double(), layer.stash.g.clone())
+    for step in range(2):
+        out = gdn_tree_verify(*layer.arguments(), implementation=implementation)
+        expected = gdn_tree_verify(*exact.arguments())
+        assert out.dtype == dtype
+        assert relative_error(out, expected) < (2e-6 if dtype == torch.float32 else 3e-3)
+        assert relative_error(layer.state, exact.state) < 2e-6
+        for each in (layer, exact):
+            accept_leaf(each, step)
+    for each, way in ((layer, implementation), (exact, "naive")):
+        gdn_tree_flush(each.state[None], each.slots, one_layer(each.stash), each.rows, each.pending, implementation=way)
+    assert relative_error(layer.state, exact.state) < 2e-6
+
+
 def test_stash_of_qwen36_is_small():
     stash = TreeStash.allocate(1, 128, 16, 48, 128, 128, "meta")
     assert stash.bytes < 5e6 < 128 * 48 * 128 * 128 * 4

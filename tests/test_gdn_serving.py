@@ -8,9 +8,12 @@ retracted requests, prompts in chunks.
 from pathlib import Path
 
 import pytest
+import torch
+from injected import plugin_environment
 from served import (
     accept_length,
     generate,
+    make_multimodal_twin,
     make_small_head,
     make_small_hybrid_target,
     outcome,
@@ -22,11 +25,21 @@ from test_serving_greedy import greedy, prompts, scenarios
 # SGLang keeps conv windows in bfloat16 whatever the model's dtype. Then plain decoding too says something else after a
 # retraction or in other chunks, where the same inputs are read from a prompt and not from a window.
 EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+# SGLang's prefill kernel for the GPU takes no float32: both servers get the one of the CPU platform there.
+FLOAT32_PREFILL = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+def register():
+    from sgl_specflow.runtime.cpu_gdn_ops import chunk_gated_delta_rule
+
+    target = "sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule"
+    HookRegistry.register(target, chunk_gated_delta_rule, HookType.REPLACE)
+"""
 EXTRA_BUFFER = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
 
 # Both heads, cache strategies, page sizes, chunked prefill, and memory so short that requests are retracted.
 TREE_SERVERS = {
-    "jetflow-64": ("jetflow", 64, []),
+    "jetflow-64": ("jetflow", 64, ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]),
     "ddtree-17-chunked-short-of-memory": (
         "ddtree",
         17,
@@ -53,6 +66,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def environment(folder) -> dict[str, str]:
+    return EXACT | (plugin_environment(folder / "plugin", FLOAT32_PREFILL) if torch.cuda.is_available() else {})
+
+
+@pytest.fixture(scope="module")
 def target(folder) -> Path:
     return make_small_hybrid_target(folder / "target")
 
@@ -75,10 +93,10 @@ def turns(answers: list[dict] | None = None) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def plain(target, folder):
+def plain(target, folder, environment):
     """Plain decoding's answers, by scenario. No prefix cache: each prompt is computed from its first token."""
     flags = ["--disable-overlap-schedule", "--disable-radix-cache"]
-    with serve(target, folder / "plain.log", *flags, environment=EXACT) as server:
+    with serve(target, folder / "plain.log", *flags, environment=environment) as server:
         answers = {name: generate(server, scenarios()[name]) for name in SCENARIOS}
         answers["first turns"] = generate(server, turns())
         answers["second turns"] = generate(server, turns(answers["first turns"]))
@@ -86,10 +104,10 @@ def plain(target, folder):
 
 
 @pytest.fixture(scope="module", params=TREE_SERVERS)
-def tree_server(request, target, heads, folder, plain):
+def tree_server(request, target, heads, folder, plain, environment):
     algorithm, budget, flags = TREE_SERVERS[request.param]
     flags = tree_flags(algorithm, heads[algorithm], budget, *flags)
-    with serve(target, folder / f"{request.param}.log", *flags, environment=EXACT) as server:
+    with serve(target, folder / f"{request.param}.log", *flags, environment=environment) as server:
         yield server
 
 
@@ -124,3 +142,12 @@ def test_no_state_a_node_is_allocated(tree_server):
     log = tree_server.log.read_text()
     assert "GiB come back" in log
     assert "intermediate_ssm_state_cache" not in log
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(target, heads, folder, plain, environment):
+    twin, name = make_multimodal_twin(target, folder / "twin"), "unequal lengths in one batch"
+    flags = ["--json-model-override-args", '{"language_model_only": true}', "--skip-server-warmup"]
+    flags += tree_flags("jetflow", heads["jetflow"], 32)
+    with serve(twin, folder / "twin.log", *flags, environment=environment) as server:
+        answers = generate(server, scenarios()[name])
+    assert [outcome(a) for a in answers] == [outcome(a) for a in plain[name]]

@@ -61,7 +61,7 @@ def in_float64(layer):
     exact = copy.deepcopy(layer)
     for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state"):
         setattr(exact, name, getattr(layer, name).double())
-    exact.stash = TreeStash(layer.stash.u.double(), layer.stash.k.double(), layer.stash.g.double())
+    exact.stash = TreeStash(layer.stash.u.double(), layer.stash.k.double(), layer.stash.g.clone())
     return exact
 
 
@@ -115,7 +115,7 @@ def check_flush(shape, layer, exact, tolerance):
         *(torch.stack([x, 2 * x]) for x in (layer.stash.u, layer.stash.k)), torch.stack([layer.stash.g] * 2)
     )
     expected = state.double()
-    exact_stash = TreeStash(stash.u.double(), stash.k.double(), stash.g.double())
+    exact_stash = TreeStash(stash.u.double(), stash.k.double(), stash.g.clone())
     for length, destination in [
         (torch.full_like(slots, 3), torch.zeros_like(slots[:1]).repeat(len(slots)) if len(slots) == 1 else slots),
         (None, slots),

@@ -12,7 +12,9 @@ import torch
 from injected import plugin_environment
 from served import (
     VOCABULARY,
+    make_multimodal_twin,
     make_small_head,
+    make_small_hybrid_target,
     make_small_target,
     make_small_weaver,
     serve,
@@ -256,12 +258,22 @@ def test_a_head_that_the_ranks_can_share(algorithm, ranks):
     start_checks.check_tensor_parallel(algorithm, head, ranks)
 
 
+@pytest.mark.parametrize(
+    "field, _fine, _todo", start_checks.HYBRID_CONFLICTS, ids=[row[0] for row in start_checks.HYBRID_CONFLICTS]
+)
+def test_conflicting_flags_of_hybrid_targets_are_refused_by_name(field, _fine, _todo):
+    arguments = types.SimpleNamespace(speculative_algorithm="JETFLOW", **{field: "something else"})
+    with pytest.raises(SpecflowConfigError, match="--" + field.replace("_", "-")):
+        start_checks.refuse_conflicts(arguments, start_checks.HYBRID_CONFLICTS)
+
+
 def test_every_conflicting_flag_exists_in_sglang():
     from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.server_args import ServerArgs
 
     known = field_names(ServerArgs)
-    assert [row[0] for row in start_checks.CONFLICTS if row[0] not in known] == []
+    conflicts = [*start_checks.CONFLICTS, *start_checks.HYBRID_CONFLICTS]
+    assert [row[0] for row in conflicts if row[0] not in known] == []
 
 
 # --- heads and targets, through SGLang's own resolution ---------------------------------------------------------------
@@ -373,6 +385,14 @@ def resolved(folder, target, causal, bidirectional):
     broken_index = edited_head(folder / "broken-index", causal)
     (broken_index / "model.safetensors.index.json").write_text("{")
     cases["broken index"] = [*model, *tree_flags("jetflow", broken_index, 8)]
+    hybrid = make_small_hybrid_target(folder / "hybrid")
+    head = make_small_head(folder / "hybrid-head", causal=True, num_target_layers=4, target_layer_ids=[0, 2])
+    cases["hybrid"] = ["--model-path", hybrid, *tree_flags("jetflow", head, 8)]
+    twin = make_multimodal_twin(hybrid, folder / "twin")
+    cases["multimodal"] = ["--model-path", twin, *tree_flags("jetflow", head, 8)]
+    text_only = ["--json-model-override-args", '{"language_model_only": true}']
+    cases["multimodal, text only"] = [*cases["multimodal"], *text_only]
+    cases["hybrid, lazy"] = [*cases["hybrid"], "--mamba-radix-cache-strategy", "extra_buffer_lazy"]
     for number, (named, fields) in enumerate(UNSUPPORTED.items()):
         path = config_only(folder / f"target-{number}", **fields)
         cases[named] = ["--model-path", path, "--skip-tokenizer-init", *tree_flags("jetflow", causal, 8)]
@@ -387,6 +407,18 @@ def test_one_log_line_says_what_was_resolved(resolved):
             line for line in lines if "causal head, budget 8 nodes, depth 7, width 16" in line and algorithm in line
         ]
         assert len(lines) == 1
+
+
+def test_a_hybrid_target_starts_with_the_cache_strategies_that_are_served(resolved):
+    assert resolved["hybrid"][0] is None
+    error, _ = resolved["hybrid, lazy"]
+    assert error.startswith("SpecflowConfigError") and "--mamba-radix-cache-strategy extra_buffer_lazy" in error
+
+
+def test_a_multimodal_target_starts_as_a_language_model(resolved):
+    assert resolved["multimodal, text only"][0] is None
+    error, _ = resolved["multimodal"]
+    assert error.startswith("SpecflowConfigError") and "language_model_only" in error
 
 
 def test_a_plain_start_needs_no_head(resolved):

@@ -62,7 +62,7 @@ def verify_batched(
         other = 1 - pending.parity[row].long()
         stash.u[row, :, :nodes] = (u * norm).transpose(1, 2)
         stash.k[other, row, :, :nodes] = k.view(requests, nodes, *k.shape[1:]).transpose(1, 2)
-        stash.g[other, row, :, :nodes] = G.transpose(1, 2)
+        stash.g[other, row, :, :nodes] = G.transpose(1, 2).to(stash.g.dtype)
     return out
 
 
@@ -88,10 +88,10 @@ def _after_path(start, stash: TreeStash, pending: PendingPaths, row: torch.Tenso
     u = stash.u[request, :, path].to(compute)  # [R, P, H, d_v]
     k = stash.k[parity[:, None], request, :, path].to(compute)
     k = k.repeat_interleave(heads // k.shape[2], dim=2)
-    G = stash.g[parity[:, None], request, :, path].to(compute)  # [R, P, H]
+    G = stash.g[parity[:, None], request, :, path]  # [R, P, H]
     last = G.gather(1, (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, heads))
     entered = torch.arange(entries, device=row.device) < count[:, None]
-    weight = torch.where(entered[..., None], (last - G).clamp(max=0.0).exp(), 0.0)
-    decay = torch.where(count[:, None] > 0, last[:, 0].exp(), 1.0)
+    weight = torch.where(entered[..., None], (last - G).clamp(max=0.0).exp(), 0.0).to(compute)
+    decay = torch.where(count[:, None] > 0, last[:, 0].exp(), 1.0).to(compute)
     update = torch.einsum("rph,rphv,rphk->rhvk", weight, u.masked_fill(~entered[..., None, None], 0.0), k)
     return decay[..., None, None] * start + update

@@ -35,17 +35,21 @@ class KernelShape:
         return self.value_dim // self.value_slice
 
     @property
+    def panel(self) -> int:
+        """Column tiles of X and Y that shared memory holds at a time: as many as fit, 0 where not even one does."""
+        return next((panel for panel in range(self.tiles, 0, -1) if self._bytes(panel) <= self.shared_limit), 0)
+
+    @property
     def shared_bytes(self) -> int:
         """SHARED_BYTES of gdn_tree.cu, which checks that both agree."""
+        return self._bytes(max(self.panel, 1))
+
+    def _bytes(self, panel: int) -> int:
         nodes = self.tiles * TILE
-        keys = nodes * self.key_dim * 2
-        solve = max(self.tiles * (self.tiles + 1) // 2 * 1024, self.path_bytes)
-        output = (self.tiles + self.key_dim // 16) * self.warps * 512
-        parts = next(parts for parts in (8, 4, 2, 1) if self.tiles * parts <= self.warps or parts == 1)
-        queries = self.warps // parts * 16 * self.key_dim * 2
-        vectors = nodes * 16 + nodes * (-(-nodes // 32)) * 4 + self.tiles * 4
-        early = keys + max(solve, output) + queries + vectors
-        return early if early <= self.shared_limit else keys + max(solve, output + queries) + vectors
+        rows = 2 * nodes * self.key_dim * 2  # k and q
+        panel_tiles = panel * self.tiles - panel * (panel - 1) // 2
+        vectors = nodes * 28 + nodes * (-(-nodes // 32)) * 4 + self.tiles * 4
+        return rows + panel_tiles * 2560 + self.path_bytes + vectors
 
     @property
     def path_bytes(self) -> int:
@@ -53,11 +57,12 @@ class KernelShape:
 
     @property
     def fits(self) -> bool:
-        return self.shared_bytes <= self.shared_limit
+        return self.panel > 0
 
     def defines(self) -> dict[str, int]:
         return {
             "GDN_TILES": self.tiles,
+            "GDN_PANEL": max(self.panel, 1),
             "GDN_KEY_DIM": self.key_dim,
             "GDN_VALUE_DIM": self.value_dim,
             "GDN_SLICE": self.value_slice,

@@ -1,20 +1,23 @@
 // Gated Delta Net on a token tree: one launch a layer verifies, with the previous step's accepted path entering the
 // state on the way. docs/gdn.md derives it; tiled.py is the same algorithm in PyTorch.
 //
-// A block computes SLICE value columns of one value head of one request. U's columns do not depend on each other, so
-// each warp owns 8 of them from the state to U, and the triangular solve runs without a barrier. Raw k and q enter the
-// tensor cores as they are (bfloat16, exact); their norms are row factors, applied in float32:
+// A block computes SLICE value columns of one value head of one request. The columns of U and O do not depend on each
+// other, so each warp owns 8 of them from the state to the output; warps meet only to make X and Y, the two matrices over
+// pairs of nodes, in panels of PANEL column tiles. Raw k and q enter the tensor cores as they are (bfloat16, exact); their
+// norms are row factors, applied in float32:
 //     u'_i = r_i b_i (v_i - r_i (e^{G_i} S k_i + sum_j e^{G_i - G_j} (k_j . k_i) u'_j)),  u'_i = r_i u_i, r_i = 1 / |k_i|
 //     o_i  = s_i (e^{G_i} S q_i + sum_j e^{G_i - G_j} (k_j . q_i) u'_j),                  s_i = scale / |q_i|
 //     S   <- e^{G_p} S + sum_j e^{G_p - G_j} u'_j k_j^T  over the accepted path that ends at p
-// Precision: float32 operands are split. S into three bfloat16 terms for U (two for O), X and U into two tf32 terms
-// each for the solve, Y and U into two bfloat16 terms for O, so that U and the state keep float32's accuracy.
+// Precision: float32 operands are sums of bfloat16 terms. S, X, the diagonal inverses and U have three for U, and S, Y and
+// U two for O, so that U and the state keep float32's accuracy. G is summed in float64 and kept as two floats.
 //
-// Compiled for one shape: GDN_TILES (16 nodes each), GDN_KEY_DIM, GDN_VALUE_DIM, GDN_SLICE, GDN_STATE_BF16,
-// GDN_SHARED_LIMIT (bytes a block may use) and GDN_SHARED_BYTES (what dispatch.py computed; checked below).
+// Compiled for one shape: GDN_TILES (16 nodes each), GDN_PANEL (column tiles of X and Y that shared memory holds at a
+// time), GDN_KEY_DIM, GDN_VALUE_DIM, GDN_SLICE, GDN_STATE_BF16, GDN_SHARED_LIMIT (bytes a block may use) and
+// GDN_SHARED_BYTES (what cuda_kernel.py computed; checked below).
 //
-// Fragments (PTX ISA, m16n8): lane l is row = l / 4, pair = l % 4. C holds [row][2 pair, 2 pair + 1] and the same of
-// row + 8. B of k16 holds [k = 2 pair, 2 pair + 1, + 8, + 9][n = row]: the transpose of C, 8x8 by 8x8.
+// Fragments (PTX ISA, m16n8k16): lane l is row = l / 4, pair = l % 4. C holds [row][2 pair, 2 pair + 1] and the same of
+// row + 8. A holds C's elements of two 8-column tiles side by side, packed in pairs. B holds [k = 2 pair, 2 pair + 1, + 8,
+// + 9][n = row]: the transpose of C, 8x8 by 8x8.
 
 #ifndef GDN_TREE_ON_CPU
 #include "intrinsics.cuh"
@@ -24,6 +27,7 @@ typedef unsigned short bf16;
 typedef long long int64;
 
 constexpr int TILES = GDN_TILES;
+constexpr int PANEL = GDN_PANEL;
 constexpr int NODES = TILES * 16;
 constexpr int KEY_DIM = GDN_KEY_DIM;
 constexpr int VALUE_DIM = GDN_VALUE_DIM;
@@ -34,31 +38,14 @@ constexpr int THREADS = WARPS * 32;
 constexpr int K_STEPS = KEY_DIM / 16;
 constexpr int ROW_CHUNKS = KEY_DIM / 8;  // 16-byte pieces of a k or q row
 constexpr int WORDS = (NODES + 31) / 32;
-// Warps that share a tile of output rows, each with its part of the columns.
-constexpr int PARTS = TILES * 8 <= WARPS ? 8 : TILES * 4 <= WARPS ? 4 : TILES * 2 <= WARPS ? 2 : 1;
-constexpr int PART_COLUMNS = WARPS / PARTS;  // column tiles of 8
-constexpr int ROW_GROUPS = WARPS / PARTS;
-constexpr int PASSES = (TILES + ROW_GROUPS - 1) / ROW_GROUPS;
-static_assert(PARTS == 1 || PASSES == 1, "warps that share a tile of q take one pass");
 
-constexpr int K_BYTES = NODES * KEY_DIM * 2;
-constexpr int LOWER_BYTES = TILES * (TILES - 1) / 2 * 1024;  // X below the diagonal, float32, negated
-constexpr int X_BYTES = LOWER_BYTES + TILES * 1024;          // and (I + X)^-1 of the diagonal tiles
-constexpr int U_BYTES = TILES * WARPS * 512;
-constexpr int S_BYTES = K_STEPS * WARPS * 512;
-constexpr int Q_BYTES = ROW_GROUPS * 16 * KEY_DIM * 2;
+constexpr int ROWS_BYTES = NODES * KEY_DIM * 2;                            // k, and the same of q
+constexpr int PANEL_TILES = PANEL * TILES - PANEL * (PANEL - 1) / 2;       // tiles (i, j), i >= j, of the first panel
+constexpr int X_TERM = 3 * 512, Y_TERM = 2 * 512;                          // bytes of a tile: three and two terms
 constexpr int PATH_BYTES = 16 * KEY_DIM * 2;
-constexpr int VECTOR_BYTES = NODES * 4 * 4 + NODES * WORDS * 4 + TILES * 4;
-constexpr int SOLVE_BYTES = X_BYTES > PATH_BYTES ? X_BYTES : PATH_BYTES;
-constexpr int OUTPUT_BYTES = U_BYTES + S_BYTES;
-// One area serves the commit, then the solve, then the output.
-constexpr int AREA_BYTES = SOLVE_BYTES > OUTPUT_BYTES ? SOLVE_BYTES : OUTPUT_BYTES;
-constexpr int LATE_AREA_BYTES = SOLVE_BYTES > OUTPUT_BYTES + Q_BYTES ? SOLVE_BYTES : OUTPUT_BYTES + Q_BYTES;
-constexpr int EARLY_BYTES = K_BYTES + AREA_BYTES + Q_BYTES + VECTOR_BYTES;
-constexpr int LATE_BYTES = K_BYTES + LATE_AREA_BYTES + VECTOR_BYTES;
-constexpr bool EARLY_Q = EARLY_BYTES <= GDN_SHARED_LIMIT;  // q has memory of its own, or takes X's after the solve
-constexpr int SHARED_BYTES = EARLY_Q ? EARLY_BYTES : LATE_BYTES;
-static_assert(SHARED_BYTES == GDN_SHARED_BYTES, "dispatch.py computes another amount of shared memory");
+constexpr int VECTOR_BYTES = NODES * (8 + 8 + 3 * 4) + NODES * WORDS * 4 + TILES * 4;
+constexpr int SHARED_BYTES = 2 * ROWS_BYTES + PANEL_TILES * (X_TERM + Y_TERM) + PATH_BYTES + VECTOR_BYTES;
+static_assert(SHARED_BYTES == GDN_SHARED_BYTES, "cuda_kernel.py computes another amount of shared memory");
 // Blocks that a multiprocessor holds: two where memory and, without spills, registers allow it.
 constexpr int BLOCKS = TILES <= 4 && THREADS <= 256 && 2 * (SHARED_BYTES + 1024) <= GDN_SHARED_LIMIT + 1024 ? 2 : 1;
 static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0, "unsupported head dimensions");
@@ -66,7 +53,7 @@ static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0, "unsupported head dim
 struct Stash {
     float* u;           // [rows, value heads, nodes, VALUE_DIM]: u' of the last verify
     bf16* k;            // [2, rows, key heads, nodes, KEY_DIM]: raw k; the parity names the one to read
-    float* g;           // [2, rows, value heads, nodes]: G
+    double* g;          // [2, rows, value heads, nodes]: G
     const int* row;     // [R] each request's row, or null: no stash, nothing pending
     const int* parity;  // [rows]
     const int* length;  // [rows] nodes of the accepted path that the state does not hold yet
@@ -131,40 +118,33 @@ __device__ __forceinline__ void split_bf16(float x, float y, unsigned (&terms)[T
     }
 }
 
-// The 8x8 matrix whose C fragment is x, y: returns its transpose's fragment, in float32.
-__device__ __forceinline__ void transpose_f32(float& x, float& y) {
-    const unsigned a = __float_as_uint(x), b = __float_as_uint(y);
-    const unsigned low = transpose_b16(__byte_perm(a, b, 0x5410)), high = transpose_b16(__byte_perm(a, b, 0x7632));
-    x = from_bits(__byte_perm(low, high, 0x5410));
-    y = from_bits(__byte_perm(low, high, 0x7632));
+// A [16, 16] by [16, 8] product of two sums of three terms each, the parts above 2^-24 of the whole.
+__device__ __forceinline__ void mma_three_terms(float (&c)[4], const uint4 (&a)[3], const uint2 (&b)[3], int product) {
+    constexpr int OF_A[6] = {2, 0, 1, 1, 0, 0}, OF_B[6] = {0, 2, 1, 0, 1, 0};  // the smallest first
+    const uint4& x = a[OF_A[product]];
+    const unsigned rows[4] = {x.x, x.y, x.z, x.w};
+    mma_bf16(c, rows, b[OF_B[product]].x, b[OF_B[product]].y);
 }
-
-// A [16, 8] by [8, 8] product in three tf32 terms. The k order is a permutation, the same for both operands: k index
-// `pair` is column 2 pair and k index `pair + 4` is column 2 pair + 1, so that C fragments serve as operands.
-struct Tf32Columns {  // of the right-hand operand: rows 2 pair and 2 pair + 1, column `row`
-    unsigned high[2], low[2];
-    __device__ __forceinline__ Tf32Columns(float x, float y) {
-        high[0] = __float_as_uint(x) & 0xffffe000u;
-        high[1] = __float_as_uint(y) & 0xffffe000u;
-        low[0] = __float_as_uint(x - from_bits(high[0]));
-        low[1] = __float_as_uint(y - from_bits(high[1]));
-    }
-};
-struct Tf32Tile {  // of the left-hand operand, from its C fragments
-    unsigned high[4], low[4];
-    __device__ __forceinline__ void split(float4 tile) {
-        const float in[4] = {tile.x, tile.z, tile.y, tile.w};
+__device__ __forceinline__ void mma_rows(float (&c)[4], const uint4& x, const uint2& b) {
+    const unsigned rows[4] = {x.x, x.y, x.z, x.w};
+    mma_bf16(c, rows, b.x, b.y);
+}
+// The B fragments of a C tile [16, 8], in three terms.
+__device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[3]) {
+    unsigned first[3], second[3];
+    split_bf16(c[0], c[1], first);
+    split_bf16(c[2], c[3], second);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            high[i] = __float_as_uint(in[i]) & 0xffffe000u;
-            low[i] = __float_as_uint(in[i] - from_bits(high[i]));
-        }
-    }
-};
-__device__ __forceinline__ void mma_term(float (&c)[4], const Tf32Tile& a, const Tf32Columns& b, int term) {
-    if (term == 0) mma_tf32(c, a.low, b.high[0], b.high[1]);
-    if (term == 1) mma_tf32(c, a.high, b.low[0], b.low[1]);
-    if (term == 2) mma_tf32(c, a.high, b.high[0], b.high[1]);
+    for (int term = 0; term < 3; ++term) b[term] = {transpose_b16(first[term]), transpose_b16(second[term])};
+}
+// The A fragments of a [16, 16] tile, of which c[n] are the C fragments of the column halves.
+template <int TERMS>
+__device__ __forceinline__ void as_rows(const float (&c)[2][4], uint4 (&a)[TERMS]) {
+    unsigned parts[4][TERMS];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) split_bf16(c[x >> 1][(x & 1) * 2], c[x >> 1][(x & 1) * 2 + 1], parts[x]);
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) a[term] = {parts[0][term], parts[1][term], parts[2][term], parts[3][term]};
 }
 
 // 16-byte pieces of a row are stored in an order that depends on the row: ldmatrix then has no bank conflict.
@@ -216,12 +196,12 @@ __device__ __forceinline__ void store_state(StateColumns& s, const State& state,
 struct Pending {
     int row, length, parity, first;
     const int* path;
-    __device__ __forceinline__ Pending(const Stash& stash, int row, const Lane& at) : row(row), length(0) {
+    __device__ __forceinline__ Pending(const Stash& stash, int row, const Lane& at) : row(row), length(0), parity(0), first(0) {
         if (row < 0) return;
         length = stash.length[row];
         parity = stash.parity[row];
         path = stash.path + row * stash.path_stride;
-        first = at.lane < stash.path_stride ? path[at.lane] : 0;
+        if (at.lane < stash.path_stride) first = path[at.lane];
     }
     // The path's j-th node, for all lanes of the warp at once; any node beyond the path's end.
     __device__ __forceinline__ int node(int j) const {
@@ -230,38 +210,56 @@ struct Pending {
     }
 };
 
-// Adds the pending path's nodes to a warp's columns. All threads of the block call it.
-__device__ __forceinline__ void commit_path(StateColumns& s, const Pending& pending, const Stash& stash, const Heads& heads,
-                                            int layer, int head, int column, bf16* path_k, const Lane& at) {
-    const int key_head = head / int(heads.group), row = pending.row, length = pending.length;
-    const int64 buffer = int64(pending.parity) * stash.rows + row;
-    const float* g = stash.g + layer * stash.layer_g + (buffer * heads.value_heads + head) * stash.nodes;
-    const bf16* k = stash.k + layer * stash.layer_k + (buffer * heads.key_heads + key_head) * stash.nodes * KEY_DIM;
-    const float* u = stash.u + layer * stash.layer_u +
-                     (int64(row) * heads.value_heads + head) * stash.nodes * VALUE_DIM + column + at.row;
-    const float last = g[pending.node(length - 1)];
-    const float decay = __expf(last);
+// Sixteen nodes of the pending path, on their way into a warp's columns: keys to shared memory, U and G to registers.
+struct PathNodes {
+    const double* g;
+    const bf16* k;
+    const float* u;
+    double last, node_g[4];
+    float node_u[4];
+    __device__ __forceinline__ PathNodes(const Pending& pending, const Stash& stash, const Heads& heads, int layer, int head,
+                                         int column, const Lane& at)
+        : g(nullptr) {
+        if (pending.length <= 0) return;
+        const int key_head = head / int(heads.group), row = pending.row;
+        const int64 buffer = int64(pending.parity) * stash.rows + row;
+        g = stash.g + layer * stash.layer_g + (buffer * heads.value_heads + head) * stash.nodes;
+        k = stash.k + layer * stash.layer_k + (buffer * heads.key_heads + key_head) * stash.nodes * KEY_DIM;
+        u = stash.u + layer * stash.layer_u + (int64(row) * heads.value_heads + head) * stash.nodes * VALUE_DIM + column + at.row;
+        last = g[pending.node(pending.length - 1)];
+    }
+    __device__ __forceinline__ void fetch(const Pending& pending, int start, bf16* path_k, const Lane& at) {
+        for (int i = threadIdx.x; i < 16 * ROW_CHUNKS; i += THREADS) {
+            const int j = start + i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
+            copy_async_16(row_piece(path_k, i / ROW_CHUNKS, piece), k + int64(pending.node(j)) * KEY_DIM + piece * 8,
+                          j < pending.length);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int j = start + 2 * at.pair + (i & 1) + (i >> 1) * 8, node = pending.node(j);
+            node_g[i] = j < pending.length ? g[node] : last;
+            node_u[i] = j < pending.length ? u[int64(node) * VALUE_DIM] : 0.0f;
+        }
+    }
+};
+
+// Adds the pending path's nodes to a warp's columns. All threads of the block call it; the first sixteen nodes have been
+// fetched, and their copies are the last that were asked for.
+__device__ __forceinline__ void commit_path(StateColumns& s, PathNodes& nodes, const Pending& pending, bf16* path_k,
+                                            const Lane& at) {
+    const float decay = __expf(float(nodes.last));
 #pragma unroll
     for (int m = 0; m < K_STEPS; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[m][i] *= decay;
-    for (int start = 0; start < length; start += 16) {
-        for (int i = threadIdx.x; i < 16 * ROW_CHUNKS; i += THREADS) {
-            const int j = start + i / ROW_CHUNKS, piece = i % ROW_CHUNKS, node = pending.node(j);
-            uint4 value = {0, 0, 0, 0};
-            if (j < length) value = *reinterpret_cast<const uint4*>(k + int64(node) * KEY_DIM + piece * 8);
-            *reinterpret_cast<uint4*>(row_piece(path_k, i / ROW_CHUNKS, piece)) = value;
-        }
+    for (int start = 0;;) {
         float weighted[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int j = start + 2 * at.pair + (i & 1) + (i >> 1) * 8;
-            const int node = pending.node(j);
-            weighted[i] = j < length ? __expf(last - g[node]) * u[int64(node) * VALUE_DIM] : 0.0f;
-        }
+        for (int i = 0; i < 4; ++i) weighted[i] = __expf(float(nodes.last - nodes.node_g[i])) * nodes.node_u[i];
         unsigned first[3], second[3];
         split_bf16(weighted[0], weighted[1], first);
         split_bf16(weighted[2], weighted[3], second);
+        copy_async_wait<0>();
         __syncthreads();
 #pragma unroll
         for (int m = 0; m < K_STEPS; ++m) {
@@ -271,57 +269,50 @@ __device__ __forceinline__ void commit_path(StateColumns& s, const Pending& pend
 #pragma unroll
             for (int term = 2; term >= 0; --term) mma_bf16(s[m], keys, first[term], second[term]);
         }
+        if ((start += 16) >= pending.length) return;
         __syncthreads();
+        nodes.fetch(pending, start, path_k, at);
+        copy_async_commit();
     }
 }
 
 // --------------------------------------------------------------------------------------------- phases of the verify
 struct Shared {
-    bf16* k;        // [NODES][KEY_DIM], pieces permuted
-    float4* lower;  // -X below the diagonal: tile (i, j) at i (i - 1) / 2 + j, its C fragments as two float4 a lane
-    float* inverse; // [TILES][16][16]
-    uint4* u;       // B fragments of U: [tile][column tile][lane], two bfloat16 terms
-    uint4* s;       // B fragments of S: [step][column tile][lane], two bfloat16 terms
-    bf16* q;        // [ROW_GROUPS][16][KEY_DIM], pieces permuted
-    float *own_g, *g, *beta, *norm;
+    bf16 *k, *q;    // [NODES][KEY_DIM], pieces permuted
+    uint4* x;       // the panel's tiles of -X, and of the diagonal's (I + X)^-1: [tile][term][lane], A fragments
+    uint4* y;       // its tiles of Y
+    bf16* path_k;   // [16][KEY_DIM], pieces permuted
+    double* own_g;
+    float2* g;      // G as the sum of two floats
+    float *beta, *norm, *q_norm;
     unsigned *bits, *tiles;
     __device__ Shared(unsigned char* base) {
         k = reinterpret_cast<bf16*>(base);
-        unsigned char* area = base + K_BYTES;
-        lower = reinterpret_cast<float4*>(area);
-        inverse = reinterpret_cast<float*>(area + LOWER_BYTES);
-        u = reinterpret_cast<uint4*>(area);
-        s = reinterpret_cast<uint4*>(area + U_BYTES);
-        q = reinterpret_cast<bf16*>(area + (EARLY_Q ? AREA_BYTES : OUTPUT_BYTES));
-        own_g = reinterpret_cast<float*>(base + SHARED_BYTES - VECTOR_BYTES);
-        g = own_g + NODES;
-        beta = g + NODES;
+        q = reinterpret_cast<bf16*>(base + ROWS_BYTES);
+        x = reinterpret_cast<uint4*>(base + 2 * ROWS_BYTES);
+        y = x + PANEL_TILES * X_TERM / 16;
+        path_k = reinterpret_cast<bf16*>(y + PANEL_TILES * Y_TERM / 16);
+        own_g = reinterpret_cast<double*>(base + SHARED_BYTES - VECTOR_BYTES);
+        g = reinterpret_cast<float2*>(own_g + NODES);
+        beta = reinterpret_cast<float*>(g + NODES);
         norm = beta + NODES;
-        bits = reinterpret_cast<unsigned*>(norm + NODES);
+        q_norm = norm + NODES;
+        bits = reinterpret_cast<unsigned*>(q_norm + NODES);
         tiles = bits + NODES * WORDS;
     }
 };
 
-// This warp's tile of output rows in the given pass, or -1. A tile costs as much as its number: of the groups that share
-// a scheduler (four apart) one takes a light tile and one a heavy one, and the next pass reverses the order.
-__device__ __forceinline__ int output_tile(int pass, int tiles, const Lane& at) {
-    const int group = at.warp / PARTS, half = ROW_GROUPS / 2;
-    const int order = group < half ? group : ROW_GROUPS + half - 1 - group;
-    const int tile = pass * ROW_GROUPS + (pass & 1 ? ROW_GROUPS - 1 - order : order);
-    return tile < tiles ? tile : -1;
+__device__ __forceinline__ float decay_between(const float2& later, const float2& earlier) {
+    return __expf((later.x - earlier.x) + (later.y - earlier.y));
 }
 
-__device__ __forceinline__ void fetch_q(const Shared& to, const VerifyArguments& in, int tile, int count, int key_head,
-                                        const Lane& at) {
-    if (tile >= 0)
-        for (int i = at.warp % PARTS * 32 + at.lane; i < 16 * ROW_CHUNKS; i += 32 * PARTS) {
-            const int row = i / ROW_CHUNKS, piece = i % ROW_CHUNKS, node = tile * 16 + row;
-            const bool valid = node < count;
-            const int64 token = int64(blockIdx.y) * in.nodes + (valid ? node : 0);
-            copy_async_16(row_piece(to.q + at.warp / PARTS * 16 * KEY_DIM, row, piece),
-                          in.q + token * in.q_token + key_head * in.q_head + piece * 8, valid);
-        }
-    copy_async_commit();
+// Rows of k or q of all nodes: [NODES][KEY_DIM], zero where there is no node.
+__device__ __forceinline__ void fetch_rows(bf16* to, const bf16* from, int64 token_stride, int count, int tiles) {
+    for (int i = threadIdx.x; i < tiles * 16 * ROW_CHUNKS; i += THREADS) {
+        const int node = i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
+        const bool valid = node < count;
+        copy_async_16(row_piece(to, node, piece), from + (valid ? node : 0) * token_stride + piece * 8, valid);
+    }
 }
 
 // Gates and ancestor bits of the nodes; bits beyond the node's own index are dropped, its own is set.
@@ -346,29 +337,38 @@ __device__ __forceinline__ void load_nodes(const Shared& to, const VerifyArgumen
         if (node >= tiles * 16) continue;
         if (node % 16 == 0) to.tiles[node / 16] = seen;
         const float softplus = x <= 20.0f ? log1pf(expf(x)) : x;
-        to.own_g[node] = real ? -rate * softplus : 0.0f;
+        to.own_g[node] = real ? -rate * softplus : 0.0;
         to.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
     }
 }
 
-// Sums the decays along each node's path.
+// Sums the decays along each node's path: two lanes a node, each with every other word of its bits.
 __device__ __forceinline__ void sum_paths(const Shared& at, int tiles) {
-    for (int node = threadIdx.x; node < tiles * 16; node += THREADS) {
-        float sum = 0.0f;
-        for (int word = 0; word <= node / 32; ++word)
-            for (unsigned bits = at.bits[node * WORDS + word]; bits; bits &= bits - 1)
-                sum += at.own_g[word * 32 + __ffs(bits) - 1];
-        at.g[node] = sum;
+    for (int i = threadIdx.x; i < (tiles * 32 + 31) / 32 * 32; i += THREADS) {
+        const int node = i / 2;
+        double sum = 0.0;
+        for (int word = i & 1; word <= node / 32; word += 2) {
+            const unsigned bits = at.bits[node * WORDS + word];
+            const double* own = at.own_g + word * 32;
+#pragma unroll 8
+            for (int j = 0; j < (word == node / 32 ? (node & 31) + 1 : 32); ++j) sum += bits >> j & 1 ? own[j] : 0.0;
+        }
+        const float high = float(sum), low = float(sum - double(high));
+        const float other_high = __shfl_xor_sync(0xffffffffu, high, 1), other_low = __shfl_xor_sync(0xffffffffu, low, 1);
+        if (i & 1) continue;
+        sum = (double(high) + double(low)) + (double(other_high) + double(other_low));
+        const float whole = float(sum);
+        at.g[node] = {whole, float(sum - double(whole))};
     }
 }
 
-// 1 / |k| of every node, four lanes a row.
-__device__ __forceinline__ void key_norms(const Shared& at, int tiles, const Lane& lane) {
+// 1 / |row| of every node, four lanes a row.
+__device__ __forceinline__ void row_norms(float* norms, bf16* rows, float scale, int tiles, const Lane& lane) {
     for (int node = threadIdx.x / 4; node < tiles * 16; node += THREADS / 4) {
         float sum = 0.0f;
 #pragma unroll
         for (int piece = 0; piece < ROW_CHUNKS / 4; ++piece) {
-            const uint4 x = *reinterpret_cast<const uint4*>(row_piece(at.k, node, piece * 4 + lane.pair));
+            const uint4 x = *reinterpret_cast<const uint4*>(row_piece(rows, node, piece * 4 + lane.pair));
             const unsigned words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -378,142 +378,166 @@ __device__ __forceinline__ void key_norms(const Shared& at, int tiles, const Lan
         }
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (lane.pair == 0) at.norm[node] = 1.0f / sqrtf(sum + 1e-6f);
+        if (lane.pair == 0) norms[node] = scale * rsqrtf(sum + 1e-6f);
     }
 }
 
-__device__ __forceinline__ bool has_bits(const Shared& at, int i, int j) { return at.tiles[i] >> j & 1; }
-
-// Row i's 16 bits for the columns of tile j.
-__device__ __forceinline__ unsigned tile_bits(const Shared& at, int node, int j) {
-    return at.bits[node * WORDS + (j >> 1)] >> ((j & 1) * 16);
+// Where the tiles (j, j), (j + 1, j), ... of column j stand in a panel that begins with column `panel`.
+__device__ __forceinline__ int column_start(int panel, int j) {
+    const int columns = j - panel;
+    return columns * (TILES - panel) - columns * (columns - 1) / 2;
 }
 
-// Tile (i, j) of k k^T or q k^T, masked to ancestors and decayed: c[n] are the C fragments of its column halves.
-template <bool STRICT>
-__device__ __forceinline__ void decayed_product(float (&c)[2][4], const unsigned (&rows)[K_STEPS][4], const Shared& at,
-                                                int i, int j, const Lane& lane) {
-    float parts[2][2][4] = {};
-#pragma unroll
-    for (int step = 0; step < K_STEPS; ++step) {
-        unsigned columns[4];
-        load_columns(columns, at.k, j, step, lane);
-        mma_bf16(parts[step & 1][0], rows[step], columns[0], columns[1]);
-        mma_bf16(parts[step & 1][1], rows[step], columns[2], columns[3]);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int node = i * 16 + lane.row + half * 8;
-        unsigned bits = tile_bits(at, node, j);
-        if (STRICT && i == j) bits &= ~(1u << (node & 15));
-        const float g = at.g[node];
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                const int column = n * 8 + 2 * lane.pair + x;
-                const float value = parts[0][n][half * 2 + x] + parts[1][n][half * 2 + x];
-                const float decay = __expf(g - at.g[j * 16 + column]);
-                c[n][half * 2 + x] = bits >> column & 1 ? value * decay : 0.0f;
-            }
-    }
-}
-
-// X = beta r^2 e^{G_i - G_j} (k_i . k_j), tile by tile: -X below the diagonal, X on it.
-__device__ __forceinline__ void build_x(const Shared& at, int tiles, const Lane& lane) {
-    const int total = tiles * (tiles + 1) / 2;
-    int i = 0, first = 0, loaded = -1;  // tiles are numbered row by row; `first` is row i's first
-    unsigned rows[K_STEPS][4];
+// Tiles of X = beta r^2 e^{G_i - G_j} (k_i . k_j) and Y = e^{G_i - G_j} (q_i . k_j) of a panel's columns: -X and Y as A
+// fragments, and X of the diagonal as float32 for `invert_diagonal`.
+__device__ __forceinline__ void build_panel(const Shared& at, int panel, int tiles, const Lane& lane) {
+    const int columns = min(PANEL, tiles - panel), longest = tiles - panel;
+    const int total = columns * longest - columns * (columns - 1) / 2;
+    // With few tiles a warp seldom takes two of one column, and registers are short.
+    constexpr bool KEEP_COLUMN = TILES > 4;
+    constexpr int CHAINS = KEEP_COLUMN ? 2 : 1;  // sums of every other step, so that more products are in flight
+    int j = panel, first = 0, loaded = -1;  // pairs are numbered column by column; `first` is column j's first
+    unsigned keys[KEEP_COLUMN ? K_STEPS : 1][4];
+#pragma unroll 1
     for (int number = total * lane.warp / WARPS; number < total * (lane.warp + 1) / WARPS; ++number) {
-        while (first + i + 1 <= number) first += ++i;
-        const int j = number - first;
-        if (!has_bits(at, i, j)) {  // its neighbour's bits may have the solve read it
-#pragma unroll
-            for (int n = 0; n < 2; ++n) at.lower[((i * (i - 1) / 2 + j) * 2 + n) * 32 + lane.lane] = {0.0f, 0.0f, 0.0f, 0.0f};
+        while (first + (tiles - j) <= number) first += tiles - j++;
+        const int i = j + number - first, tile = column_start(panel, j) + i - j;
+        uint4* x = at.x + tile * 96 + lane.lane;
+        uint4* y = at.y + tile * 64 + lane.lane;
+        if (!(at.tiles[i] >> j & 1)) {  // its neighbour's bits may have it read
+            x[0] = x[32] = x[64] = y[0] = y[32] = {0, 0, 0, 0};
             continue;
         }
-        if (loaded != i) {
-            loaded = i;
+        if (KEEP_COLUMN && loaded != j) {
+            loaded = j;
 #pragma unroll
-            for (int step = 0; step < K_STEPS; ++step) load_rows(rows[step], at.k, i, step, lane);
+            for (int step = 0; step < K_STEPS; ++step) load_columns(keys[step], at.k, j, step, lane);
         }
-        float c[2][4];
-        decayed_product<true>(c, rows, at, i, j, lane);
-        const int upper = i * 16 + lane.row, under = upper + 8;
-        const float f0 = at.beta[upper] * at.norm[upper] * at.norm[upper];
-        const float f1 = at.beta[under] * at.norm[under] * at.norm[under];
+        float products[2][CHAINS][2][4] = {};  // k or q, chain, column half
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            if (i == j) {
-                float* tile = at.inverse + i * 256 + n * 8 + 2 * lane.pair;
-                *reinterpret_cast<float2*>(tile + lane.row * 16) = {f0 * c[n][0], f0 * c[n][1]};
-                *reinterpret_cast<float2*>(tile + (lane.row + 8) * 16) = {f1 * c[n][2], f1 * c[n][3]};
-            } else {
-                at.lower[((i * (i - 1) / 2 + j) * 2 + n) * 32 + lane.lane] = {-f0 * c[n][0], -f0 * c[n][1],
-                                                                              -f1 * c[n][2], -f1 * c[n][3]};
+        for (int step = 0; step < K_STEPS; ++step) {
+            unsigned (&columns)[4] = keys[KEEP_COLUMN ? step : 0];
+            if (!KEEP_COLUMN) load_columns(columns, at.k, j, step, lane);
+#pragma unroll
+            for (int of = 0; of < 2; ++of) {
+                unsigned rows[4];
+                load_rows(rows, of ? at.q : at.k, i, step, lane);
+                mma_bf16(products[of][step % CHAINS][0], rows, columns[0], columns[1]);
+                mma_bf16(products[of][step % CHAINS][1], rows, columns[2], columns[3]);
             }
+        }
+        float of_k[2][4], of_q[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int node = i * 16 + lane.row + half * 8;
+            const unsigned bits = at.bits[node * WORDS + (j >> 1)] >> ((j & 1) * 16);
+            const float2 g = at.g[node];
+            const float factor = at.beta[node] * at.norm[node] * at.norm[node];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int column = n * 8 + 2 * lane.pair + c, e = half * 2 + c;
+                    const float decay = bits >> column & 1 ? decay_between(g, at.g[j * 16 + column]) : 0.0f;
+                    float sums[2] = {products[0][0][n][e], products[1][0][n][e]};
+                    if (CHAINS == 2)
+                        for (int of = 0; of < 2; ++of) sums[of] += products[of][CHAINS - 1][n][e];
+                    of_k[n][e] = -sums[0] * (factor * decay);
+                    of_q[n][e] = sums[1] * decay;
+                }
+        }
+        uint4 terms[3], y_terms[2];
+        as_rows(of_q, y_terms);
+        y[0] = y_terms[0];
+        y[32] = y_terms[1];
+        if (i == j) {  // strictly below its own diagonal, which `invert_diagonal` does not read
+            float* square = reinterpret_cast<float*>(at.x + tile * 96) + 2 * lane.pair;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                *reinterpret_cast<float2*>(square + lane.row * 16 + n * 8) = {-of_k[n][0], -of_k[n][1]};
+                *reinterpret_cast<float2*>(square + (lane.row + 8) * 16 + n * 8) = {-of_k[n][2], -of_k[n][3]};
+            }
+        } else {
+            as_rows(of_k, terms);
+#pragma unroll
+            for (int term = 0; term < 3; ++term) x[term * 32] = terms[term];
         }
     }
 }
 
-// Diagonal tiles: X to (I + X)^-1 in place, by forward substitution, a lane a column.
-__device__ __forceinline__ void invert_diagonal(const Shared& at, int tiles, const Lane& lane) {
+// A panel's diagonal tiles: X to the A fragments of (I + X)^-1, in place, by forward substitution, a lane a column.
+__device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int tiles, const Lane& lane) {
     const int column = lane.lane & 15;
-    for (int i = lane.warp; i < tiles; i += WARPS) {
-        float* x = at.inverse + i * 256;
+    for (int j = panel + lane.warp; j < min(panel + PANEL, tiles); j += WARPS) {
+        uint4* terms_at = at.x + column_start(panel, j) * 96;
+        float* x = reinterpret_cast<float*>(terms_at);
         float t[16];
 #pragma unroll
         for (int row = 0; row < 16; ++row) {
-            float sum = row == column ? 1.0f : 0.0f;
+            float sums[2] = {row == column ? 1.0f : 0.0f, 0.0f};
 #pragma unroll
             for (int j = 0; j < row; j += 4) {
                 const float4 four = *reinterpret_cast<const float4*>(x + row * 16 + j);
                 const float coefficients[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int n = 0; n < 4; ++n)
-                    if (j + n < row) sum -= coefficients[n] * t[j + n];
+                    if (j + n < row) sums[n & 1] -= coefficients[n] * t[j + n];
             }
-            t[row] = sum;
+            t[row] = sums[0] + sums[1];
         }
         __syncwarp();
         if (lane.lane < 16)
 #pragma unroll
             for (int row = 0; row < 16; ++row) x[row * 16 + column] = t[row];
+        __syncwarp();
+        float inverse[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) inverse[n][e] = x[(lane.row + (e >> 1) * 8) * 16 + n * 8 + 2 * lane.pair + (e & 1)];
+        uint4 terms[3];
+        as_rows(inverse, terms);
+        __syncwarp();
+#pragma unroll
+        for (int term = 0; term < 3; ++term) terms_at[term * 32 + lane.lane] = terms[term];
     }
 }
 
-// The warp's columns of r b (v - r e^G S k): the right-hand side of the solve.
-__device__ __forceinline__ void right_hand_side(float (&r)[TILES][4], const StateColumns& s, const unsigned (&v)[TILES][2],
-                                                uint4 (&state_terms)[K_STEPS], const Shared& at, int tiles,
-                                                const Lane& lane) {
+// The warp's columns of S k and S q of all nodes, then r = r b (v - r e^G S k), the right-hand side of the solve, and
+// o = e^G S q, the output's first part.
+__device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
+                                               const unsigned (&v)[TILES][2], const Shared& at, int tiles,
+                                               const Lane& lane) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int x = 0; x < 4; ++x) r[i][x] = 0.0f;
+        for (int x = 0; x < 4; ++x) r[i][x] = o[i][x] = 0.0f;
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-        unsigned first[3], second[3];
-        split_bf16(s[step][0], s[step][1], first);
-        split_bf16(s[step][2], s[step][3], second);
-#pragma unroll
-        for (int term = 0; term < 3; ++term) {
-            first[term] = transpose_b16(first[term]);
-            second[term] = transpose_b16(second[term]);
-        }
-        state_terms[step] = {first[0], second[0], first[1], second[1]};
+        uint2 columns[3];
+        as_columns(s[step], columns);
         // Groups of tiles keep several products in flight; a group's rows beyond `tiles` are not used.
 #pragma unroll
         for (int start = 0; start < TILES; start += 4)
             if (start < tiles) {
-                unsigned rows[4][4];
+                uint4 keys[4], queries[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (start + i < TILES) load_rows(rows[i], at.k, start + i, step, lane);
+                    if (start + i < TILES) {
+                        unsigned rows[4];
+                        load_rows(rows, at.k, start + i, step, lane);
+                        keys[i] = {rows[0], rows[1], rows[2], rows[3]};
+                        load_rows(rows, at.q, start + i, step, lane);
+                        queries[i] = {rows[0], rows[1], rows[2], rows[3]};
+                    }
 #pragma unroll
                 for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (start + i < TILES) mma_bf16(r[start + i], rows[i], first[term], second[term]);
+                        if (start + i < TILES) {
+                            mma_rows(r[start + i], keys[i], columns[term]);
+                            if (term < 2) mma_rows(o[start + i], queries[i], columns[term]);
+                        }
             }
     }
 #pragma unroll
@@ -522,42 +546,43 @@ __device__ __forceinline__ void right_hand_side(float (&r)[TILES][4], const Stat
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int node = i * 16 + lane.row + half * 8;
-                const float norm = at.norm[node], factor = norm * __expf(at.g[node]), beta = norm * at.beta[node];
+                const float2 g = at.g[node];
+                const float decay = __expf(g.x + g.y), norm = at.norm[node], factor = norm * decay;
+                const float beta = norm * at.beta[node];
                 r[i][half * 2] = beta * (low_half(v[i][half]) - factor * r[i][half * 2]);
                 r[i][half * 2 + 1] = beta * (high_half(v[i][half]) - factor * r[i][half * 2 + 1]);
+                o[i][half * 2] *= decay;
+                o[i][half * 2 + 1] *= decay;
             }
 }
 
-// The warp's columns of U by forward substitution over tiles, each result taken out of all later rows at once.
+// A panel's columns of the substitution over tiles: U_j = (I + X_jj)^-1 r_j, taken out of all later rows at once, and its
+// part of all outputs. PANEL_START must be known when it is compiled: r and o are registers.
 // u_out: column 2 pair of the warp's columns, node 0, in the stash, or null.
-__device__ __forceinline__ void solve(uint4 (&u_terms)[TILES], float (&r)[TILES][4], const Shared& at, int count, int tiles,
-                                      float* u_out, const Lane& lane) {
+template <int PANEL_START>
+__device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at, int count,
+                                            int tiles, float* u_out, const Lane& lane) {
     const unsigned row_tiles = lane.lane < tiles ? at.tiles[lane.lane] : 0;
 #pragma unroll
-    for (int j = 0; j < TILES; ++j)
-        if (j < tiles) {
+    for (int column = 0; column < PANEL; ++column) {
+        const int j = PANEL_START + column;
+        if (j < TILES && j < tiles) {
             const unsigned below = __ballot_sync(0xffffffffu, row_tiles >> j & 1);  // bit i: tile (i, j) has bits
-            float parts[2][4] = {};
-            Tf32Tile inverse[2];
-            float x[2][2];
+            const int tile = column_start(PANEL_START, j);
+            const uint4* x = at.x + tile * 96 + lane.lane;
+            const uint4* y = at.y + tile * 64 + lane.lane;
+            const uint4 inverse[3] = {x[0], x[32], x[64]};
+            uint2 right[3], u_terms[3];
+            as_columns(r[j], right);
+            float u[4] = {}, rest[4] = {};
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float* tile = at.inverse + j * 256 + n * 8 + 2 * lane.pair;
-                const float2 top = *reinterpret_cast<const float2*>(tile + lane.row * 16);
-                const float2 bottom = *reinterpret_cast<const float2*>(tile + (lane.row + 8) * 16);
-                inverse[n].split(make_float4(top.x, top.y, bottom.x, bottom.y));
-                x[n][0] = r[j][n * 2];
-                x[n][1] = r[j][n * 2 + 1];
-                transpose_f32(x[n][0], x[n][1]);
+            for (int product = 0; product < 3; ++product) {
+                mma_three_terms(rest, inverse, right, product);
+                mma_three_terms(u, inverse, right, product + 3);
             }
-            const Tf32Columns right[2] = {{x[0][0], x[0][1]}, {x[1][0], x[1][1]}};
 #pragma unroll
-            for (int term = 0; term < 3; ++term)
-#pragma unroll
-                for (int n = 0; n < 2; ++n) mma_term(parts[n], inverse[n], right[n], term);
-            float u[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) u[i] = parts[0][i] + parts[1][i];
+            for (int e = 0; e < 4; ++e) u[e] += rest[e];
+            as_columns(u, u_terms);
             if (u_out) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -566,102 +591,59 @@ __device__ __forceinline__ void solve(uint4 (&u_terms)[TILES], float (&r)[TILES]
                         *reinterpret_cast<float2*>(u_out + int64(node) * VALUE_DIM) = {u[half * 2], u[half * 2 + 1]};
                 }
             }
-            transpose_f32(u[0], u[1]);
-            transpose_f32(u[2], u[3]);
-            unsigned first[2], second[2];
-            split_bf16(u[0], u[1], first);
-            split_bf16(u[2], u[3], second);
-            u_terms[j] = {first[0], second[0], first[1], second[1]};
-            const Tf32Columns columns[2] = {{u[0], u[1]}, {u[2], u[3]}};
-            // Pairs of rows, and a sum of their own for the second halves, keep several products in flight.
+            // Rows in pairs, the diagonal's output with the first: several products are in flight.
 #pragma unroll
-            for (int start = j + 1; start < TILES; start += 2)
+            for (int start = j; start < TILES; start += 2)
                 if (below >> start & 3) {
-                    float sums[2][4] = {};
-                    Tf32Tile tiles_of[2][2];
+                    uint4 below_x[2][3], below_y[2][2];
 #pragma unroll
-                    for (int i = start; i < start + 2 && i < TILES; ++i)
+                    for (int i = start; i < start + 2 && i < TILES; ++i) {
 #pragma unroll
-                        for (int n = 0; n < 2; ++n)
-                            tiles_of[i - start][n].split(at.lower[((i * (i - 1) / 2 + j) * 2 + n) * 32 + lane.lane]);
+                        for (int term = 0; term < 3; ++term)
+                            if (i > j) below_x[i - start][term] = x[(i - j) * 96 + term * 32];
 #pragma unroll
-                    for (int term = 0; term < 3; ++term)
+                        for (int term = 0; term < 2; ++term) below_y[i - start][term] = y[(i - j) * 64 + term * 32];
+                    }
+#pragma unroll
+                    for (int product = 0; product < 6; ++product)
 #pragma unroll
                         for (int i = start; i < start + 2 && i < TILES; ++i) {
-                            mma_term(r[i], tiles_of[i - start][0], columns[0], term);
-                            mma_term(sums[i - start], tiles_of[i - start][1], columns[1], term);
+                            if (i > j) mma_three_terms(r[i], below_x[i - start], u_terms, product);
+                            if (product == 0) mma_rows(o[i], below_y[i - start][1], u_terms[0]);
+                            if (product == 2) mma_rows(o[i], below_y[i - start][0], u_terms[1]);
+                            if (product == 4) mma_rows(o[i], below_y[i - start][0], u_terms[0]);
                         }
-#pragma unroll
-                    for (int i = start; i < start + 2 && i < TILES; ++i)
-#pragma unroll
-                        for (int x = 0; x < 4; ++x) r[i][x] += sums[i - start][x];
                 }
         }
+    }
 }
 
-// Output rows of one tile: e^G S q + Y U, in the way of flash attention (Y's tile never leaves the registers).
-__device__ __forceinline__ void write_tile(const VerifyArguments& in, const Shared& at, const unsigned (&q)[K_STEPS][4],
-                                           int i, int count, int head, int column, const Lane& lane) {
-    const int part = lane.warp % PARTS * PART_COLUMNS;
-    float out[PART_COLUMNS][4] = {};
-    float squares[2] = {};
+// `solve_panel` for a panel that is known only at run time.
+template <int PANEL_START>
+__device__ __forceinline__ void solve_panel_at(int panel, float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at,
+                                               int count, int tiles, float* u_out, const Lane& lane) {
+    if (panel == PANEL_START) {
+        solve_panel<PANEL_START>(r, o, at, count, tiles, u_out, lane);
+    } else if constexpr (PANEL_START + PANEL < TILES) {
+        solve_panel_at<PANEL_START + PANEL>(panel, r, o, at, count, tiles, u_out, lane);
+    }
+}
+
+__device__ __forceinline__ void write_output(const VerifyArguments& in, const float (&o)[TILES][4], const Shared& at,
+                                             int count, int head, int column, const Lane& lane) {
+    const int64 stride = in.heads.value_heads * VALUE_DIM;
+    bf16* to = in.out + (int64(blockIdx.y) * in.nodes + lane.row) * stride + int64(head) * VALUE_DIM + column + 2 * lane.pair;
 #pragma unroll
-    for (int step = 0; step < K_STEPS; ++step) {
+    for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int x = 0; x < 4; ++x) {
-            squares[x & 1] += low_half(q[step][x]) * low_half(q[step][x]);
-            squares[x & 1] += high_half(q[step][x]) * high_half(q[step][x]);
+        for (int half = 0; half < 2; ++half) {
+            const int node = i * 16 + lane.row + half * 8;
+            if (node < count) {
+                const float factor = at.q_norm[node];
+                *reinterpret_cast<unsigned*>(to + (i * 16 + half * 8) * stride) =
+                    pack_bf16(factor * o[i][half * 2], factor * o[i][half * 2 + 1]);
+            }
         }
-        uint4 s[PART_COLUMNS];
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) s[n] = at.s[(step * WARPS + part + n) * 32 + lane.lane];
-        if (!GDN_STATE_BF16)
-#pragma unroll
-            for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], q[step], s[n].z, s[n].w);
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], q[step], s[n].x, s[n].y);
-    }
-    const float decay[2] = {__expf(at.g[i * 16 + lane.row]), __expf(at.g[i * 16 + lane.row + 8])};
-#pragma unroll
-    for (int n = 0; n < PART_COLUMNS; ++n)
-#pragma unroll
-        for (int x = 0; x < 4; ++x) out[n][x] *= decay[x >> 1];
-    for (unsigned left = at.tiles[i]; left; left &= left - 1) {
-        const int j = __ffs(left) - 1;
-        float c[2][4];
-        decayed_product<false>(c, q, at, i, j, lane);
-        unsigned high[4], low[4];
-#pragma unroll
-        for (int x = 0; x < 4; ++x) {
-            unsigned terms[2];
-            split_bf16(c[x >> 1][(x & 1) * 2], c[x >> 1][(x & 1) * 2 + 1], terms);
-            high[x] = terms[0];
-            low[x] = terms[1];
-        }
-        uint4 u[PART_COLUMNS];
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) u[n] = at.u[(j * WARPS + part + n) * 32 + lane.lane];
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], low, u[n].x, u[n].y);
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], high, u[n].z, u[n].w);
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n) mma_bf16(out[n], high, u[n].x, u[n].y);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = squares[half];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const float factor = float(in.scale) / sqrtf(sum + 1e-6f);
-        const int node = i * 16 + lane.row + half * 8;
-        if (node >= count) continue;
-        bf16* to = in.out + ((int64(blockIdx.y) * in.nodes + node) * in.heads.value_heads + head) * VALUE_DIM + column;
-#pragma unroll
-        for (int n = 0; n < PART_COLUMNS; ++n)
-            *reinterpret_cast<unsigned*>(to + (part + n) * 8 + 2 * lane.pair) =
-                pack_bf16(factor * out[n][half * 2], factor * out[n][half * 2 + 1]);
-    }
 }
 
 // Rows of padding, and of requests left out, are zero.
@@ -683,47 +665,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     const int64 first_token = int64(request) * in.nodes;
 
     const int slot = in.state.slots[request], row = in.stash.row ? in.stash.row[request] : -1;
-    const int count = min(in.node_count ? in.node_count[request] : int(in.nodes), int(in.nodes));
-    write_zeros(in, slot < 0 ? 0 : count, head, column);
-    if (slot < 0 || count <= 0) return;
+    const int count = max(0, min(in.node_count ? in.node_count[request] : int(in.nodes), int(in.nodes)));
     const int tiles = (count + 15) / 16;
 
-    // Everything that global memory must deliver is asked for before anything waits.
-    for (int i = threadIdx.x; i < tiles * 16 * ROW_CHUNKS; i += THREADS) {
-        const int node = i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
-        const bool valid = node < count;
-        copy_async_16(row_piece(at.k, node, piece),
-                      in.k + (first_token + (valid ? node : 0)) * in.k_token + key_head * in.k_head + piece * 8, valid);
-    }
+    // Everything that global memory must deliver is asked for before anything waits, the longest chains of loads first.
+    fetch_rows(at.k, in.k + first_token * in.k_token + key_head * in.k_head, in.k_token, count, tiles);
+    fetch_rows(at.q, in.q + first_token * in.q_token + key_head * in.q_head, in.q_token, count, tiles);
     copy_async_commit();
-    if (EARLY_Q) fetch_q(at, in, output_tile(0, tiles, lane), count, key_head, lane);
+    write_zeros(in, slot < 0 ? 0 : count, head, column);
+    if (slot < 0 || count <= 0) {
+        copy_async_wait<0>();
+        return;
+    }
     const Pending pending(in.stash, row, lane);
     StateColumns s;
     const int64 offset = state_offset(in.state, slot, head, warp_column);
     load_state(s, in.state, offset, lane);
     unsigned v[TILES][2];
+    const bf16* values = in.v + (first_token + lane.row) * in.v_token + head * in.v_head + warp_column + 2 * lane.pair;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int node = i * 16 + lane.row + half * 8;
             v[i][half] = 0;
-            if (node < count)
-                v[i][half] = *reinterpret_cast<const unsigned*>(in.v + (first_token + node) * in.v_token +
-                                                                head * in.v_head + warp_column + 2 * lane.pair);
+            if (i * 16 + half * 8 + lane.row < count)
+                v[i][half] = *reinterpret_cast<const unsigned*>(values + (i * 16 + half * 8) * in.v_token);
         }
     load_nodes(at, in, count, tiles, head);
-    if (pending.length > 0) {
-        commit_path(s, pending, in.stash, in.heads, 0, head, warp_column, reinterpret_cast<bf16*>(at.lower), lane);
-        store_state(s, in.state, offset, lane);
-    }
-    copy_async_wait<EARLY_Q ? 1 : 0>();
+    PathNodes path(pending, in.stash, in.heads, 0, head, warp_column, lane);
+    if (pending.length > 0) path.fetch(pending, 0, at.path_k, lane);
+    copy_async_commit();
+    copy_async_wait<1>();
     __syncthreads();
     sum_paths(at, tiles);
-    key_norms(at, tiles, lane);
+    row_norms(at.norm, at.k, 1.0f, tiles, lane);
+    row_norms(at.q_norm, at.q, float(in.scale), tiles, lane);
     __syncthreads();
 
-    build_x(at, tiles, lane);
+    // X and Y do not need the state, which may still be on its way.
+    build_panel(at, 0, tiles, lane);
     float* u_out = nullptr;
     if (row >= 0) {
         const Stash& stash = in.stash;
@@ -731,7 +711,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
         u_out = stash.u + (int64(row) * in.heads.value_heads + head) * stash.nodes * VALUE_DIM + warp_column + 2 * lane.pair;
         if (slice == 0)
             for (int node = threadIdx.x; node < count; node += THREADS)
-                stash.g[(buffer * in.heads.value_heads + head) * stash.nodes + node] = at.g[node];
+                stash.g[(buffer * in.heads.value_heads + head) * stash.nodes + node] =
+                    double(at.g[node].x) + double(at.g[node].y);
         if (slice == 0 && head % group == 0) {
             bf16* to = stash.k + (buffer * in.heads.key_heads + key_head) * stash.nodes * KEY_DIM;
             for (int i = threadIdx.x; i < count * ROW_CHUNKS; i += THREADS)
@@ -739,35 +720,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
                     *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
         }
     }
-    __syncthreads();
-    invert_diagonal(at, tiles, lane);
-    float r[TILES][4];
-    uint4 state_terms[K_STEPS], u_terms[TILES];
-    right_hand_side(r, s, v, state_terms, at, tiles, lane);
-    __syncthreads();
-    solve(u_terms, r, at, count, tiles, u_out, lane);
-    __syncthreads();
-
-    if (!EARLY_Q) fetch_q(at, in, output_tile(0, tiles, lane), count, key_head, lane);
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        if (i < tiles) at.u[(i * WARPS + lane.warp) * 32 + lane.lane] = u_terms[i];
-#pragma unroll
-    for (int step = 0; step < K_STEPS; ++step) at.s[(step * WARPS + lane.warp) * 32 + lane.lane] = state_terms[step];
-    copy_async_wait<0>();
-    __syncthreads();
-#pragma unroll 1
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int tile = output_tile(pass, tiles, lane);
-        unsigned q[K_STEPS][4];
-#pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) load_rows(q[step], at.q + lane.warp / PARTS * 16 * KEY_DIM, 0, step, lane);
-        __syncwarp();  // with several passes a warp has its q to itself
-        if (pass + 1 < PASSES) fetch_q(at, in, output_tile(pass + 1, tiles, lane), count, key_head, lane);
-        if (tile >= 0) write_tile(in, at, q, tile, count, head, column, lane);
-        copy_async_wait<0>();
-        __syncwarp();
+    if (pending.length > 0) {
+        commit_path(s, path, pending, at.path_k, lane);
+        store_state(s, in.state, offset, lane);
+    } else {
+        __syncthreads();
     }
+    invert_diagonal(at, 0, tiles, lane);
+    float r[TILES][4], o[TILES][4];
+    multiply_state(r, o, s, v, at, tiles, lane);
+    __syncthreads();
+    solve_panel<0>(r, o, at, count, tiles, u_out, lane);
+    if constexpr (PANEL < TILES) {
+#pragma unroll 1
+        for (int panel = PANEL; panel < tiles; panel += PANEL) {
+            __syncthreads();
+            build_panel(at, panel, tiles, lane);
+            __syncthreads();
+            invert_diagonal(at, panel, tiles, lane);
+            __syncthreads();
+            solve_panel_at<PANEL>(panel, r, o, at, count, tiles, u_out, lane);
+        }
+    }
+    write_output(in, o, at, count, head, warp_column, lane);
 }
 
 // Grid [value heads * SLICES, R, layers]: the accepted path's nodes into the state of `destination`.
@@ -786,7 +761,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_flush(const Fl
     state.data = static_cast<unsigned char*>(state.data) + layer * state.layer_stride * bytes;
     StateColumns s;
     load_state(s, state, state_offset(state, slot, head, column), lane);
-    if (pending.length > 0)
-        commit_path(s, pending, in.stash, in.heads, layer, head, column, reinterpret_cast<bf16*>(memory), lane);
+    if (pending.length > 0) {
+        bf16* path_k = reinterpret_cast<bf16*>(memory);
+        PathNodes path(pending, in.stash, in.heads, layer, head, column, lane);
+        path.fetch(pending, 0, path_k, lane);
+        copy_async_commit();
+        commit_path(s, path, pending, path_k, lane);
+    }
     store_state(s, state, state_offset(state, destination, head, column), lane);
 }

@@ -47,7 +47,7 @@ class TreeStash:
     Attributes:
         u: float32 [rows, value heads, nodes, d_v]: u_i / |k_i|.
         k: [2, rows, key heads, nodes, d_k] in the model's dtype: keys as the projection gave them, by parity.
-        g: float32 [2, rows, value heads, nodes]: G_i, by parity.
+        g: float64 [2, rows, value heads, nodes]: G_i, by parity. A long path's sum loses float32's digits in differences.
     """
 
     u: torch.Tensor
@@ -72,7 +72,7 @@ class TreeStash:
         return cls(
             torch.zeros(*lead, rows, value_heads, nodes, value_dim, dtype=exact, device=device),
             torch.zeros(*lead, 2, rows, key_heads, nodes, key_dim, dtype=dtype, device=device),
-            torch.zeros(*lead, 2, rows, value_heads, nodes, dtype=exact, device=device),
+            torch.zeros(*lead, 2, rows, value_heads, nodes, dtype=torch.float64, device=device),
         )
 
     def layer(self, index: int) -> "TreeStash":

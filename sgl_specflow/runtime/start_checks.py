@@ -75,7 +75,14 @@ HYBRID_CONFLICTS = [
 ]
 
 # Architectures whose linear layers are Gated Delta Net as SGLang's GDN backend runs them.
-HYBRID_ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+HYBRID_ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+TEXT_ONLY = """--json-model-override-args '{"language_model_only": true}'"""
 
 
 def resolve_server_args(algorithm: str, server_args) -> None:
@@ -184,7 +191,12 @@ def check_target(head: HeadConfig, server_args) -> None:
     if model.is_hybrid_swa:
         _refuse_target(name, "a split cache for sliding-window layers", "one cache for all layers")
     if model.is_multimodal:
-        _refuse_target(name, "image or audio inputs", "a text model")
+        raise SpecflowConfigError(
+            given=f"the target {name} with image or audio inputs",
+            allowed="text",
+            todo=f"serve its language model alone with {TEXT_ONLY}, where SGLang's class can (the Qwen3.5 and Qwen3.6 "
+            "ones do), or serve it without --speculative-algorithm",
+        )
     _check_hidden_capture(model, name)
     text = model.hf_text_config
     if model.context_len > head.max_position_embeddings:
