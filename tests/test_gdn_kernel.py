@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
+from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.gdn_tree import (
     CudaCompileError,
     CudaToolsMissing,
@@ -15,7 +16,6 @@ from sgl_specflow.kernels.gdn_tree import (
     cuda_kernel,
     gdn_tree_flush,
     gdn_tree_verify,
-    nvrtc,
 )
 
 LIMITS = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448}

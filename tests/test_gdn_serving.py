@@ -45,6 +45,7 @@ TREE_SERVERS = {
         17,
         ["--chunked-prefill-size", "16", "--max-total-tokens", "330"],
     ),
+    "jetflow-64-two-ranks": ("jetflow", 64, ["--tp-size", "2"]),
     "jetflow-24-page-16-extra-buffer": ("jetflow", 24, ["--page-size", "16", *EXTRA_BUFFER]),
 }
 SCENARIOS = (

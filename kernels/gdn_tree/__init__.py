@@ -6,8 +6,8 @@ from sgl_specflow.kernels.gdn_tree.dispatch import (
     gdn_tree_verify,
     unsupported_by_cuda,
 )
-from sgl_specflow.kernels.gdn_tree.nvrtc import CudaCompileError, CudaToolsMissing
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
+from sgl_specflow.kernels.nvrtc import CudaCompileError, CudaToolsMissing
 
 __all__ = [
     "CudaCompileError",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sgl_specflow.kernels.gdn_tree.nvrtc import LoadedKernels, compile_cubin
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
+from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
 
 SOURCE = Path(__file__).with_name("gdn_tree.cu")
 HEADER = Path(__file__).with_name("intrinsics.cuh")
@@ -231,12 +231,6 @@ def verify_grid(shape: KernelShape, value_heads: int, requests: int) -> tuple[in
 @functools.cache
 def shared_limit(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-@functools.cache
-def architecture(device: int) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 @functools.cache

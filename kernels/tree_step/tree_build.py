@@ -5,8 +5,7 @@ import functools
 from pathlib import Path
 
 import torch
-from sgl_specflow.kernels.gdn_tree.cuda_kernel import architecture
-from sgl_specflow.kernels.gdn_tree.nvrtc import LoadedKernels, compile_cubin
+from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
 
 from sgl_specflow.tree import TokenTree, build_tree
 from sgl_specflow.tree.token_tree import WORD_BITS

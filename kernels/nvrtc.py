@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import torch
+
 
 class CudaToolsMissing(RuntimeError):
     """The CUDA driver, the NVRTC compiler or cuda-python cannot be used here."""
@@ -19,6 +21,13 @@ class CudaCompileError(RuntimeError):
 def cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sgl_specflow" / "kernels"
+
+
+@functools.cache
+def architecture(device: int) -> str:
+    """What to compile for on a device, such as "sm_90a"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 def compile_cubin(name: str, source: str, headers: dict[str, str], defines: dict[str, int], architecture: str) -> bytes:
