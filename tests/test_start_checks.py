@@ -267,6 +267,21 @@ def test_conflicting_flags_of_hybrid_targets_are_refused_by_name(field, _fine, _
         start_checks.refuse_conflicts(arguments, start_checks.HYBRID_CONFLICTS)
 
 
+@pytest.mark.parametrize(
+    "saver, target_kept, head_kept, fine",
+    [(True, False, False, False), (True, True, False, True), (True, False, True, True), (False, False, False, True)],
+)
+def test_a_server_that_sleeps_keeps_the_head(saver, target_kept, head_kept, fine):
+    arguments = types.SimpleNamespace(
+        enable_memory_saver=saver, enable_weights_cpu_backup=target_kept, enable_draft_weights_cpu_backup=head_kept
+    )
+    if fine:
+        start_checks.check_memory_saver(arguments)
+    else:
+        with pytest.raises(SpecflowConfigError, match="--enable-draft-weights-cpu-backup"):
+            start_checks.check_memory_saver(arguments)
+
+
 def test_every_conflicting_flag_exists_in_sglang():
     from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.server_args import ServerArgs

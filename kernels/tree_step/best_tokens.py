@@ -12,6 +12,7 @@ import triton.language as tl
 MAX_KERNEL_WIDTH = 64
 _BLOCK = 1024
 _MOST_KEYS = 8192
+_ROWS_AT_ONCE = 128
 
 
 def best_tokens(
@@ -44,7 +45,7 @@ def best_tokens(
     values = torch.empty(rows, width, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
     total = torch.empty(rows, dtype=torch.float32, device=device)
-    _best_of_part[(parts, rows)](
+    _best_of_part[(rows, parts)](
         logits, keys, summary, vocabulary, logits.stride(0), parts, scale, cap, kept, cap != 0.0, block, num_warps=4
     )
     _merge_parts[(rows,)](
@@ -64,6 +65,12 @@ def best_tokens(
 
 
 def _best_tokens_torch(logits, width, scale, cap):
+    # In pieces: the keys of a row take 12 bytes a token and more.
+    pieces = [_best_of_rows(rows, width, scale, cap) for rows in logits.split(_ROWS_AT_ONCE)]
+    return tuple(torch.cat(parts) for parts in zip(*pieces))
+
+
+def _best_of_rows(logits, width, scale, cap):
     logits = logits.float() * scale
     if cap:
         logits = cap * torch.tanh(logits / cap)
@@ -104,8 +111,8 @@ def _best_of_part(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    part = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     index = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row.to(tl.int64) * row_stride + index, mask=index < vocabulary, other=-float("inf"))
     value = value.to(tl.float32) * scale

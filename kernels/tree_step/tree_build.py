@@ -50,7 +50,8 @@ def tree_from_marginals(
     committed: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> TokenTree:
-    """`build_tree` for candidates that come sorted: on CUDA one launch of one warp a request, elsewhere in torch.
+    """`build_tree` for candidates that come sorted: on CUDA one launch of one warp a request, elsewhere in torch, and so on
+    CUDA for more candidates than a block's shared memory holds. The tree is the same.
 
     Args:
         root_token: int64 [R]; log_probs: float32 [R, D, K], descending in K; tokens: int64 [R, D, K]; max_depth: int64
@@ -64,7 +65,7 @@ def tree_from_marginals(
         ValueError: a shape or dtype is not as above.
     """
     requests, depths, width = log_probs.shape
-    if log_probs.device.type != "cuda":
+    if not _kernel_serves(log_probs, budget):
         tree = build_tree(root_token, log_probs, tokens, budget, max_depth)
         if positions is not None:
             positions.copy_(tree.positions(committed))
@@ -81,6 +82,13 @@ def tree_from_marginals(
             "tree_build", (requests, 1, 1), 32, shared_bytes(budget, depths, width), _stream(), arguments
         )
     return out
+
+
+def _kernel_serves(log_probs: torch.Tensor, budget: int) -> bool:
+    """CUDA of compute capability 8 on (warp-wide maxima), and candidates that fit into a block's shared memory."""
+    if log_probs.device.type != "cuda" or shared_bytes(budget, *log_probs.shape[1:]) > _SHARED_BYTES:
+        return False
+    return torch.cuda.get_device_capability(log_probs.device)[0] >= 8
 
 
 def build_arguments(root_token, log_probs, tokens, budget, max_depth, out, committed, positions) -> BuildArguments:

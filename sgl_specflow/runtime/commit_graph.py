@@ -66,7 +66,7 @@ class CommitGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
     def _reset_trees(self) -> None:
-        """Padding requests: a root alone."""
+        """Before any batch: a root alone. Later a padding request repeats what an older batch left there, onto slot 0."""
         self._trees.token.zero_()
         self._trees.parent.fill_(-1)
         self._trees.depth.zero_()

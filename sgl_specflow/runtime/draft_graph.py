@@ -35,7 +35,10 @@ class DraftTail:
         self._grow(anchors, hidden, rows, self._limits[:requests], self.trees(requests))
 
     def set_limits(self, limits: torch.Tensor | None) -> None:
-        """Before a replay: limits int64 [R] on single requests' depth, or None."""
+        """Before a replay: limits int64 [R] on single requests' depth, or None. A batch that no graph holds changes
+        nothing."""
+        if limits is not None and limits.numel() > self._limits.numel():
+            return
         if limits is not None:
             self._limits[: limits.numel()].copy_(limits)
         elif self._limited:

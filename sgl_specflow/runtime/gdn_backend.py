@@ -88,6 +88,8 @@ class GdnTreeVerify:
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
         if not forward_batch.forward_mode.is_target_verify():
+            if forward_batch.forward_mode.is_extend() and not in_capture:
+                self.gdn_state.forget(forward_batch.req_pool_indices)
             return self.tree_base.init_forward_metadata_out_graph(self, forward_batch, in_capture)
         if self.tree_graph_buffers is None:
             return self.init_forward_metadata(forward_batch)

@@ -15,6 +15,7 @@ from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, res
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
+from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.kernels.tree_step import tree_from_marginals
 from sgl_specflow.runtime.draft_graph import DraftTail
 from sgl_specflow.runtime.marginals import TargetVocabulary
@@ -49,6 +50,7 @@ class ParallelDrafter:
         self.worker = bundle.draft_worker
         self.runner = bundle.draft_model_runner
         self.model = bundle.draft_model
+        _check_dtype(self.runner.dtype, runner.dtype)
         self.vocabulary = TargetVocabulary.of(runner.model)
         # SGLang's hook for embedding inside the draft's own pass (and graph), in the target's dtype. The bound method,
         # not the module: the embedding must not become the draft's own parameter.
@@ -113,6 +115,9 @@ class ParallelDrafter:
         hidden, replayed = self._run_masks(batch, window)
         if replayed and self.tail is not None:
             tree = self.tail.trees(window.anchor.numel())
+            if self.settings.path_refresh:
+                # The second pass may be as wide as the first: it then replays the same graph, tail and all.
+                tree = TokenTree(**{name: value.clone() for name, value in vars(tree).items()})
         else:
             tree = self._grow(window.anchor, hidden, batch.req_pool_indices, max_depth)
         return self._refresh(batch, window, tree, max_depth) if self.settings.path_refresh else tree
@@ -204,6 +209,16 @@ def _columns(requests: int, nodes: int, budget: int, device) -> torch.Tensor:
     """Flat indices of the window's first `nodes` columns."""
     rows = torch.arange(requests, device=device) * budget
     return (rows[:, None] + torch.arange(nodes, device=device)).flatten()
+
+
+def _check_dtype(head: torch.dtype, target: torch.dtype) -> None:
+    """The head reads the target's hidden states and shares its embedding: one dtype."""
+    if head != target:
+        raise SpecflowConfigError(
+            given=f"a head that is loaded in {head} for a target in {target}",
+            allowed="one dtype for both",
+            todo=f'set "dtype": "{str(target).removeprefix("torch.")}" in the head\'s config.json, or give --dtype',
+        )
 
 
 def _draft_backend(target_runner) -> str:

@@ -36,6 +36,16 @@ CONFLICTS = [
     ("enable_multi_layer_eagle", (False, None), "leave it out"),
     ("enable_watermark", (False, None), "leave it out"),
     ("enable_mixed_chunk", (False, None), "leave it out"),
+    (
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16", "fp8_e4m3"),
+        "tree attention reads keys and values in the model's dtype or fp8_e4m3; use one of them",
+    ),
+    (
+        "speculative_draft_kv_cache_dtype",
+        (None, "auto", "bf16", "bfloat16", "fp8_e4m3"),
+        "tree attention reads keys and values in the model's dtype or fp8_e4m3; use one of them",
+    ),
     ("enable_return_hidden_states", (False, None), "leave it out"),
     ("speculative_adaptive", (False, None), "the budget is fixed at start; leave it out"),
     ("speculative_use_rejection_sampling", (False, None), "acceptance is exact already; leave it out"),
@@ -91,6 +101,7 @@ def resolve_server_args(algorithm: str, server_args) -> None:
 
     hooks.check_applied()
     refuse_conflicts(server_args)
+    check_memory_saver(server_args)
     head = load_head_config(server_args)
     settings = TreeSettings.resolve(
         algorithm,
@@ -130,6 +141,17 @@ def refuse_conflicts(server_args, conflicts=CONFLICTS) -> None:
                 allowed=f"{flag} {fine[0]}",
                 todo=todo,
             )
+
+
+def check_memory_saver(server_args) -> None:
+    """A server that sleeps loses the head's weights unless they are kept on the host: no weight update brings them back."""
+    kept = server_args.enable_weights_cpu_backup or server_args.enable_draft_weights_cpu_backup
+    if server_args.enable_memory_saver and not kept:
+        raise SpecflowConfigError(
+            given="--enable-memory-saver without a backup of the head's weights",
+            allowed="--enable-memory-saver with --enable-draft-weights-cpu-backup or --enable-weights-cpu-backup",
+            todo="add --enable-draft-weights-cpu-backup",
+        )
 
 
 def draft_folder(server_args) -> Path:

@@ -7,16 +7,24 @@ Three readings of `srt/mem_cache/allocation_sizing.py` do not fit a tree that is
 - a request's row holds `context_len + 4 + budget` slots at page size 1, while a step reserves up to 2 * budget past
   the committed length: near the end of the context window the reservation ran into the next request's row.
 - a request may be as long as the KV pool, which leaves nothing for the reservation.
+
+And one of `srt/mem_cache/kv_cache_configurator.py`: a verify pass scores `budget` rows a request over the whole vocabulary,
+which SGLang's reserve for activations does not know. It is taken off what the KV pool is made of.
 """
+
+import logging
 
 from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.names import is_tree_algorithm
 
+logger = logging.getLogger(__name__)
+
 LEAST_REQUEST = 16  # tokens
+GIB = 2**30
 
 
 def alloc_len_per_decode(original) -> int:
@@ -61,7 +69,62 @@ def check_pool(pool: int, budget: int, page_size: int) -> None:
         )
 
 
+def step_bytes(requests: int, budget: int, vocabulary: int, hidden: int, hidden_bytes: int, captured: list[int]) -> int:
+    """GPU memory that verifying takes beside weights and KV.
+
+    Args:
+        requests: the most that run at once. vocabulary: of the target. hidden: numbers of the captured layers a token, of
+            hidden_bytes each. captured: batch sizes of the target's CUDA graphs.
+
+    The float32 logits of all nodes, kept for the graphs, and three times as much for a sampled batch (SGLang's sampler works
+    on a copy, and its softmax and filters on further ones); the hidden states that each captured graph keeps, and our copy.
+    """
+    rows = requests * budget
+    return 4 * rows * vocabulary * 4 + (sum(captured) + requests) * budget * hidden * hidden_bytes
+
+
+def reserve_step_memory(original, configurator, pre_model_load_memory) -> int:
+    """Around KVCacheConfigurator._profile_available_bytes: bytes for the KV pool, what a step takes left out."""
+    available = original(configurator, pre_model_load_memory)
+    spec = get_spec()
+    if (
+        not is_tree_algorithm(spec.speculative_algorithm)
+        or configurator.is_draft_worker
+        or not str(configurator.device).startswith("cuda")
+    ):
+        return available
+    from sgl_specflow.drafter.config import HeadConfig
+    from sgl_specflow.runtime.start_checks import draft_folder
+
+    model, budget = configurator.model_config, int(spec.speculative_num_draft_tokens)
+    requests = int(get_schedule().max_running_requests)
+    sizes = get_exec().graph.cuda_graph_config.decode.bs or []
+    captured = [size for size in sizes if size <= requests]
+    head = HeadConfig.load(draft_folder(spec))
+    taken = step_bytes(requests, budget, model.vocab_size, head.context_size, model.dtype.itemsize, captured)
+    logger.info(
+        "sgl_specflow: %.2f GiB for verifying %d requests of %d nodes, %.2f GiB for the KV cache",
+        taken / GIB,
+        requests,
+        budget,
+        (available - taken) / GIB,
+    )
+    if taken >= available:
+        raise SpecflowConfigError(
+            given=f"{available / GIB:.2f} GiB beside the weights, with {requests} requests of {budget} nodes, whose "
+            f"verification takes {taken / GIB:.2f} GiB",
+            allowed="room for both verification and a KV cache",
+            todo="lower --max-running-requests or --speculative-num-draft-tokens, or raise --mem-fraction-static",
+        )
+    return available - taken
+
+
 HOOKS = [
+    (
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        reserve_step_memory,
+        HookType.AROUND,
+    ),
     ("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", request_limits, HookType.AFTER),
     ("sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode", alloc_len_per_decode, HookType.AROUND),
     ("sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", extra_context_len, HookType.AROUND),

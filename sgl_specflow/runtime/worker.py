@@ -7,6 +7,8 @@ It speaks SGLang's V2 schema (srt/speculative/base_spec_worker.py, dflash_worker
 with overlap and without. Nothing in a step reads a device value on the host.
 """
 
+import logging
+
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -30,6 +32,8 @@ from sgl_specflow.runtime.verifier import TreeVerifier, Verdict
 from sgl_specflow.runtime.weaver_drafter import WeaverDrafter
 from sgl_specflow.tree import TokenTree
 from sgl_specflow.verify import Accepted
+
+logger = logging.getLogger(__name__)
 
 
 class TreeWorker(BaseSpecWorker):
@@ -95,11 +99,12 @@ class TreeWorker(BaseSpecWorker):
             self.commit_graphs.capture(cuda_recorder())
 
     def _captured_hidden(self, runner) -> torch.Tensor:
-        """[rows, L * H]: the buffer that the target's graphs fill, or one of our own to copy to where there is none."""
+        """[rows, L * H]: the one buffer that the target's graphs fill, for the few models of SGLang that have it; else one
+        of our own to copy to."""
         rows = runner.max_bs * self.settings.budget
         buffer = runner.buffers.aux_hidden_states
         if buffer is None:
-            buffer = torch.empty(rows, self.head.context_size, dtype=self.model_runner.dtype, device=self.device)
+            buffer = torch.zeros(rows, self.head.context_size, dtype=self.model_runner.dtype, device=self.device)
         return buffer[:rows]
 
     def _kv_cache(self):
@@ -107,6 +112,11 @@ class TreeWorker(BaseSpecWorker):
 
     def weight_update_runners(self):
         # A weight update carries the target's checkpoint, whose layers have the head's names: it must not reach the head.
+        if self.settings.adapter:
+            logger.warning(
+                "sgl_specflow: the Weaver keeps tables of the embedding and LM head that it was loaded with. Output stays "
+                "the target's; accept length may fall until the server is started again."
+            )
         return []
 
     @property
