@@ -1,0 +1,133 @@
+"""Accept length and tokens a second of draft heads through the served engine, plain decoding beside them.
+
+    python -m sgl_specflow.eval acceptance --model-path FOLDER --data ../shared/data --budgets 16,64,256 \
+        --out eval/results/acceptance_smollm2.json
+
+Each drafter is NAME=ALGORITHM:HEAD, by default the shipped heads; the Weaver of dflash_tfm follows as :WEAVER. Greedy, on
+test prompts, `--batch` requests at once. Rows that the file holds from `python -m sgl_specflow.training evaluate` (engine
+"offline") stay. Tokens a second count whole requests, prompts included; with --parallel servers share the device and are
+measured one at a time.
+"""
+
+import argparse
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from sgl_specflow.eval.lossless import HEADS
+from sgl_specflow.eval.prompts import rows as test_rows
+from sgl_specflow.eval.record import describe
+from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
+from sgl_specflow.launch.server import Server, start
+
+DATASETS = ("gsm8k", "mbpp", "mt_bench")
+DRAFTERS = [f"jetflow=jetflow:{HEADS / 'smollm2-135m-jetflow'}", f"ddtree=ddtree:{HEADS / 'smollm2-135m-dflash'}"]
+
+
+def answers(server: Server, jobs: list[Job], batch: int) -> tuple[list[Answer], float]:
+    """All answers in order, and the seconds they took."""
+    backend = ServerBackend(server.url)
+
+    async def collect() -> list[Answer]:
+        done = {}
+        async for job, outcome in answer_all(backend, jobs, concurrency=batch):
+            if isinstance(outcome, RequestFailed):
+                raise RuntimeError(f"prompt {job.index}: {outcome}\n{server.log_tail()}")
+            done[job.index] = outcome
+        return [done[job.index] for job in jobs]
+
+    begun = time.monotonic()
+    return backend.run(collect()), time.monotonic() - begun
+
+
+def row(
+    drafter: str, head: Path | None, budget: int | None, dataset: str, batch: int, done: list[Answer], seconds
+) -> dict:
+    """One line of the result file; accept_length is 1 for plain decoding."""
+    facts = json.loads((head / "training.json").read_text()) if head and (head / "training.json").exists() else {}
+    tokens, decoded = sum(len(answer.tokens) for answer in done), sum(answer.decoded_tokens for answer in done)
+    return {
+        "drafter": drafter,
+        "head": head.name if head else None,
+        "loss": facts.get("loss"),
+        "data": facts.get("data"),
+        "dataset": dataset,
+        "budget": budget,
+        "accept_length": decoded / max(1, sum(answer.steps for answer in done)),
+        "prompts": len(done),
+        "engine": "sglang",
+        "batch": batch,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval acceptance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--drafters", nargs="+", default=DRAFTERS, help="NAME=ALGORITHM:HEAD[:WEAVER]")
+    parser.add_argument("--budgets", type=numbers, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--datasets", type=lambda text: text.split(","), default=list(DATASETS))
+    parser.add_argument("--rows", type=int, default=200, help="prompts a data set (MT-Bench has 80)")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--parallel", type=int, default=1, help="servers up at once (default: 1)")
+    parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
+    parser.add_argument("--commit")
+    parser.add_argument("flags", nargs="*", help="further server flags, after --")
+    options = parser.parse_args(arguments)
+
+    params = {"temperature": 0.0, "max_new_tokens": options.tokens}
+    jobs = {
+        name: [Job(i, i, None, chat, params) for i, chat in enumerate(test_rows(options.data, name)[: options.rows])]
+        for name in options.datasets
+    }
+    base = ["--model-path", options.model_path, "--dtype", options.dtype]
+    base += ["--max-running-requests", str(options.batch)]
+    if torch.cuda.is_available():
+        base += ["--attention-backend", "triton", "--mem-fraction-static", "0.3", "--max-total-tokens", "32768"]
+    base += options.flags
+    servers: dict[tuple, tuple[list[str], dict, Path | None]] = {("plain", None): (base, {}, None)}
+    for text in options.drafters:
+        name, _, rest = text.partition("=")
+        algorithm, head, *weaver = rest.split(":")
+        for budget in options.budgets:
+            flags = [*base, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
+            flags += ["--speculative-num-draft-tokens", str(budget)]
+            environment = {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": weaver[0]})} if weaver else {}
+            servers[name, budget] = flags, environment, Path(head)
+
+    kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    result = {"meta": describe(options.commit), "rows": [old for old in kept if old.get("engine") != "sglang"]}
+    alone = threading.Lock()
+
+    def measure(key: tuple) -> None:
+        flags, environment, head = servers[key]
+        with start(flags, log=options.logs / f"acceptance-{key[0]}-{key[1]}.log", environment=environment) as server:
+            with alone:
+                answers(server, next(iter(jobs.values()))[: options.batch], options.batch)  # warm
+                for dataset, of_dataset in jobs.items():
+                    done, seconds = answers(server, of_dataset, options.batch)
+                    result["rows"].append(row(key[0], head, key[1], dataset, options.batch, done, seconds))
+                    last = result["rows"][-1]
+                    print(
+                        f"{key[0]:12} budget {key[1]} {dataset:9} accept length {last['accept_length']:.2f} "
+                        f"{last['tokens_per_second']:.0f} tokens/s ({len(done)} prompts)",
+                        flush=True,
+                    )
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for outcome in [pool.submit(measure, key) for key in servers]:
+            outcome.result()
+    return 0
