@@ -115,6 +115,15 @@ def test_the_kv_pool_leaves_room_for_verifying(monkeypatch, tmp_path):
     assert reserve(monkeypatch, tmp_path, 100 * 2**30) == 100 * 2**30 - 4 * logits - hidden
 
 
+@pytest.mark.parametrize(
+    "gib, budget, vocabulary, requests",
+    [(141, 64, 151936, 48), (80, 64, 151936, 33), (24, 64, 151936, 9), (141, 256, 248320, 8), (16, 256, 151936, 4)],
+)
+def test_the_default_number_of_requests_fits_the_device(gib, budget, vocabulary, requests):
+    assert tree_memory.default_requests(gib * 1024, budget, vocabulary) == requests
+    assert tree_memory.default_requests(None, budget, vocabulary) == 48
+
+
 def test_other_algorithms_and_devices_keep_all(monkeypatch, tmp_path):
     assert reserve(monkeypatch, tmp_path, 10**9, algorithm=None) == 10**9
     assert reserve(monkeypatch, tmp_path, 10**9, device="cpu") == 10**9

@@ -8,17 +8,16 @@ from pathlib import Path
 
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils.common import get_device_memory_capacity
 
 from sgl_specflow.drafter.checkpoint import check_checkpoint
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.names import DFLASH_TFM, is_tree_algorithm
 from sgl_specflow.runtime.settings import Options, TreeSettings
-from sgl_specflow.runtime.tree_memory import check_pool
+from sgl_specflow.runtime.tree_memory import check_pool, default_requests
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 # Flags that a tree worker does not serve: (field of ServerArgs, values that are fine, why or what to do instead).
 CONFLICTS = [
@@ -119,7 +118,9 @@ def resolve_server_args(algorithm: str, server_args) -> None:
     server_args.speculative_num_steps = settings.depth
     server_args.speculative_eagle_topk = settings.width
     if server_args.max_running_requests is None:
-        server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        server_args.max_running_requests = default_requests(
+            get_device_memory_capacity(server_args.device), settings.budget, head.vocab_size
+        )
     logger.info(settings.describe())
 
 

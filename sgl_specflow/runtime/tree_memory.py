@@ -24,6 +24,8 @@ from sgl_specflow.runtime.names import is_tree_algorithm
 logger = logging.getLogger(__name__)
 
 LEAST_REQUEST = 16  # tokens
+LEAST_DEFAULT_REQUESTS, MOST_DEFAULT_REQUESTS = 4, 48
+STEP_SHARE = 0.06  # of a device's memory, for the logits of all nodes that the default number of requests verifies
 GIB = 2**30
 
 
@@ -67,6 +69,14 @@ def check_pool(pool: int, budget: int, page_size: int) -> None:
             allowed=f"at least {least} tokens, since a request reserves twice the budget beyond its length",
             todo="raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens",
         )
+
+
+def default_requests(memory_mib: float | None, budget: int, vocabulary: int) -> int:
+    """Requests at once where the user names no number: as many as verify in 6 % of the device's memory, 4 to 48."""
+    if memory_mib is None:
+        return MOST_DEFAULT_REQUESTS
+    fit = int(STEP_SHARE * memory_mib * 2**20 / step_bytes(1, budget, vocabulary, 0, 0, []))
+    return max(LEAST_DEFAULT_REQUESTS, min(MOST_DEFAULT_REQUESTS, fit))
 
 
 def step_bytes(requests: int, budget: int, vocabulary: int, hidden: int, hidden_bytes: int, captured: list[int]) -> int:
