@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from sgl_specflow.eval.record import describe
-from sgl_specflow.eval.tree_attention import microseconds
+from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape, shared_limit
 from sgl_specflow.kernels.gdn_tree.naive import gates, inverse_norm

@@ -8,12 +8,12 @@ replay time over the number of calls. Pool slots are drawn at random, as in a po
 
 import argparse
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from sgl_specflow.eval.record import describe
+from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.tree_attention import (
     TreeAttentionConfig,
     TreeAttentionScratch,
@@ -24,7 +24,6 @@ from sgl_specflow.kernels.tree_attention import (
 BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200
 FLOP_PER_SECOND = 790e12  # measured bf16 matrix product of an H200
 ROTATED_BYTES = 400e6  # several times the 60 MB of L2
-REPLAYS = 30
 SHAPES = [
     *((1, context, nodes) for context in (128, 1024, 4096, 16384, 32768) for nodes in (16, 64, 128, 256)),
     *((batch, context, 64) for batch in (4, 16) for context in (1024, 4096, 16384)),
@@ -168,28 +167,6 @@ def sglang_calls(problem: Problem) -> list:
         )
         for tensors in problem.sets
     ]
-
-
-def microseconds(calls: list, replays: int = REPLAYS) -> float:
-    """Median time of one call, replayed from a CUDA graph of all of them."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
 
 
 def max_abs_error(problem: Problem) -> float:

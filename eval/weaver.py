@@ -9,11 +9,11 @@ gives a measured step of the server, of which the row then states the share.
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 
 import torch
 from sgl_specflow.eval.record import describe
+from sgl_specflow.eval.timing import microseconds
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, WeaverConfig
 from sgl_specflow.drafter.weaver.checkpoint import expected_shapes
@@ -63,29 +63,6 @@ def make_inputs(config: WeaverConfig, vocabulary: int, batch: int, device: str, 
     )
 
 
-def microseconds(weaver: FoldedWeaver, inputs: tuple, budget: int, width: int, replays: int = 50) -> float:
-    """Median replay time of a graph that holds one construction."""
-    build = lambda: weaver.build_tree(*inputs, budget, width, CHILDREN)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        build()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        build()
-    for _ in range(5):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
-
 def _steps(items: list[str]) -> dict[tuple[int, int], float]:
     parts = (item.split(":") for item in items)
     return {(int(batch), int(budget)): float(ms) for batch, budget, ms in parts}
@@ -109,7 +86,10 @@ def main(arguments: list[str] | None = None) -> None:
         inputs = make_inputs(SHAPE, VOCABULARY, batch, "cuda", torch.bfloat16)
         for budget in options.budgets:
             for width in options.widths:
-                step, taken = steps.get((batch, budget)), microseconds(weaver, inputs, budget, width)
+                step, taken = (
+                    steps.get((batch, budget)),
+                    microseconds([lambda: weaver.build_tree(*inputs, budget, width, CHILDREN)]),
+                )
                 row = {"budget": budget, "width": width, "batch": batch, "rounds": expansion_rounds(budget, width)}
                 row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
                 rows.append(row)
