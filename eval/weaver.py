@@ -8,6 +8,7 @@ gives a measured step of the server, of which the row then states the share.
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -86,10 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
         inputs = make_inputs(SHAPE, VOCABULARY, batch, "cuda", torch.bfloat16)
         for budget in options.budgets:
             for width in options.widths:
-                step, taken = (
-                    steps.get((batch, budget)),
-                    microseconds([lambda: weaver.build_tree(*inputs, budget, width, CHILDREN)]),
-                )
+                build = functools.partial(weaver.build_tree, *inputs, budget, width, CHILDREN)
+                step, taken = steps.get((batch, budget)), microseconds([build])
                 row = {"budget": budget, "width": width, "batch": batch, "rounds": expansion_rounds(budget, width)}
                 row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
                 rows.append(row)
