@@ -203,7 +203,14 @@ def test_batch_leaves_with_130_on_ctrl_c_and_says_how_to_go_on(tmp_path, fake):
     prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": f"row {index}"} for index in range(200)])
     out = tmp_path / "answers.jsonl"
     command = [sys.executable, "-m", "sgl_specflow.launch", *batch_arguments(prompts, out, fake.url)]
-    child = subprocess.Popen([*command, "--concurrency", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [*command, "--concurrency", "2"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and (not out.exists() or not out.stat().st_size):
         time.sleep(0.02)
