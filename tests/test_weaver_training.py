@@ -1,23 +1,27 @@
 """Training of a Weaver on the CPU with a tiny random target: it learns what its head's marginals cannot say."""
 
+import dataclasses
 import json
 import sys
 
 import pytest
 import torch
-from test_first_head import PROMPT, VOCABULARY, responses, target, tiny_config  # noqa: F401
+from training_cases import PROMPT, VOCABULARY, answers, tiny_run, tiny_target
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.checkpoint import save_head
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, load_weaver
 from sgl_specflow.training import weaver as weaver_training
-from sgl_specflow.training.blocks import sample_blocks
+from sgl_specflow.training.blocks import make_blocks, sample_blocks
+from sgl_specflow.training.head import TrainingHead
+from sgl_specflow.training.offline_accept import verify_passes
 from sgl_specflow.training.responses import save_responses
-from sgl_specflow.training.trainer import TrainSettings, train
+from sgl_specflow.training.rows import pack
+from sgl_specflow.training.trainer import Trainer
 from sgl_specflow.training.weaver import (
+    WeaverDrafter,
     WeaverSettings,
-    accept_lengths,
     draft,
     initial_weaver,
     mean_accept_lengths,
@@ -26,27 +30,43 @@ from sgl_specflow.training.weaver import (
 )
 
 
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def responses(target):
+    return answers(target, 48, 32, held_out=8)
+
+
 def tiny_weaver(**changes):
     shape = dict(d_model=32, d_embed=32, d_rank=48, num_heads=4, mlp_dim=64, K=5, candidate_pool_size=24)
     return weaver_config(**{**shape, **changes})
 
 
 @pytest.fixture(scope="module")
-def head(target, responses):  # noqa: F811
-    config = tiny_config(False)
-    settings = TrainSettings(minutes=5, steps=60, learning_rate=5e-3, sequences=8, anchors=8)
-    return ReferenceHead(config, train(config, target, responses, settings)[0])
+def head(target, responses):
+    config = tiny_run(steps=60, head=dict(causal=False))
+    run = Trainer(config, config.head.config(target.model.config), target, responses)
+    run.run()
+    return ReferenceHead(run.head_config, run.exported)
 
 
-def some_drafts(head, target, responses, pool=24):  # noqa: F811
-    torch.manual_seed(3)
-    tokens, prompt_lengths, lengths = weaver_training._pad(responses[:6], 8, "cpu")
-    blocks = sample_blocks(tokens, prompt_lengths, lengths, head.config, anchors=10, reveal=0.0)
-    return tokens, blocks, draft(head, target, tokens, blocks, pool)
+def packed(head):
+    return TrainingHead(head.config, head.tensors, torch.float32, fast=False)
+
+
+def some_drafts(head, target, responses, pool=24):
+    """Drafts at 60 anchors of a row of six documents of unequal lengths."""
+    documents = [dataclasses.replace(r, tokens=r.tokens[: 38 - 3 * i]) for i, r in enumerate(responses[:6])]
+    batch = pack(documents, 256)
+    blocks = sample_blocks(batch.row, head.config, 60, 0.0, 7.0, torch.Generator().manual_seed(3))
+    return documents, batch, blocks, draft(packed(head), target, batch, blocks, pool)
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "cross_entropy"])
-def test_an_overfitted_weavers_trees_beat_the_heads_own(head, target, responses, loss):  # noqa: F811
+def test_an_overfitted_weavers_trees_beat_the_heads_own(head, target, responses, loss):
     config = tiny_weaver()
     settings = WeaverSettings(minutes=5, steps=350, loss=loss, learning_rate=3e-3, sequences=8, anchors=16)
     tensors, history = train_weaver(config, head, target, responses, settings)
@@ -54,40 +74,60 @@ def test_an_overfitted_weavers_trees_beat_the_heads_own(head, target, responses,
     assert history[-1]["loss"] < 0.7 * history[-1]["marginal_loss"]
     folded = FoldedWeaver(config, tensors, target.embedding, target.lm_head, torch.float32)
     seen = [response for response in responses if not response.held_out]
-    rows = mean_accept_lengths(head, target, folded, seen, (8, 16), width=4)
+    rows = mean_accept_lengths(WeaverDrafter(head, target, folded, nodes=4), seen, (8, 16))
     length = {(row["drafter"], row["budget"]): row["accept_length"] for row in rows if row["source"] == "all"}
     assert length["dflash_tfm", 8] > 1.15 * length["ddtree", 8]
     assert length["dflash_tfm", 16] > 1.15 * length["ddtree", 16]
     assert length["dflash_tfm", 16] > length["chain", 6]
 
 
-def test_training_starts_from_the_heads_marginals(head, target, responses):  # noqa: F811
-    _, _, drafts = some_drafts(head, target, responses)
+def test_training_starts_from_the_heads_marginals(head, target, responses):
+    *_, drafts = some_drafts(head, target, responses)
     config = tiny_weaver()
     loss, marginal = weaver_loss(ReferenceWeaver(config, initial_weaver(config, 0)), target, drafts, "forward_kl")
     torch.testing.assert_close(loss, marginal)
 
 
-def test_drafts_are_what_came_true_and_what_the_head_said(head, target, responses):  # noqa: F811
-    tokens, blocks, drafts = some_drafts(head, target, responses)
-    final = target.states(tokens)[1]
-    at = blocks.positions.flatten(0, 1)
-    for m in range(0, at.shape[0], 7):
-        row, anchor = m // 10, at[m, 0].item()
-        assert torch.equal(drafts.committed[m], final[row, anchor - 1])
-        for i in range(5):
-            if drafts.inside[m, i]:
-                assert drafts.path[m, i + 1] == tokens[row, anchor + i + 1]
-                # The teacher's row chose the token of depth i + 1 (greedy responses).
-                assert torch.equal(drafts.teacher[m, i], final[row, anchor + i])
-        assert torch.equal(drafts.path[m, :1], tokens[row, anchor : anchor + 1])
+def test_drafts_are_what_came_true_and_what_the_head_said(head, target, responses):
+    documents, batch, blocks, drafts = some_drafts(head, target, responses)
+    starts = torch.tensor([0] + [len(document.tokens) for document in documents]).cumsum(0).tolist()
+    seen = set()
+    for m in range(60):
+        document = starts.index(blocks.first[m].item())
+        tokens, anchor = documents[document].tokens, blocks.positions[m, 0].item()
+        final = target.states(tokens[None])[1][0]
+        seen.add(document)
+        torch.testing.assert_close(drafts.committed[m], final[anchor - 1])
+        assert drafts.inside[m].sum() == min(5, len(tokens) - 1 - anchor)
+        assert drafts.path[m, 0] == tokens[anchor]
+        for i in range(drafts.inside[m].sum()):
+            assert drafts.path[m, i + 1] == tokens[anchor + i + 1]
+            # What the target says of the pool where it chose the token of depth i + 1.
+            said = (final[anchor + i] @ target.lm_head.T).log_softmax(-1)
+            torch.testing.assert_close(drafts.teacher[m, i], said[drafts.pool_tokens[m, i]], rtol=1e-4, atol=1e-4)
+            assert drafts.depth_weights[m, i].item() == pytest.approx(torch.tensor(-i / 7.0).exp().item())
+    assert seen == set(range(6))
     scores = drafts.proposal @ target.lm_head.T
     torch.testing.assert_close(scores.gather(2, drafts.pool_tokens), drafts.pool_scores)
     assert (drafts.pool_scores[..., -1:] >= scores.sort(-1, descending=True).values[..., 23:24] - 1e-5).all()
 
 
-def test_nodes_below_a_token_outside_its_pool_do_not_count(head, target, responses):  # noqa: F811
-    _, _, drafts = some_drafts(head, target, responses, pool=6)
+def test_an_anchor_that_no_state_chose_does_not_count(head, target, responses):
+    batch = pack([dataclasses.replace(responses[0], prompt_length=1)], 64)
+    blocks = make_blocks(batch.row, head.config, torch.tensor([0, 1]), torch.zeros(2, 1, dtype=torch.long), 7.0)
+    assert draft(packed(head), target, batch, blocks, 24).inside.any(-1).tolist() == [False, True]
+
+
+def test_an_adapter_of_fewer_depths_gets_the_first_ones(head, target, responses):
+    _, batch, blocks, whole = some_drafts(head, target, responses)
+    short = draft(packed(head), target, batch, blocks, 24, depth=3)
+    assert torch.equal(short.path, whole.path[:, :4])
+    for name in ("proposal", "pool_tokens", "pool_scores", "depth_weights", "teacher"):
+        torch.testing.assert_close(getattr(short, name), getattr(whole, name)[:, :3])
+
+
+def test_nodes_below_a_token_outside_its_pool_do_not_count(head, target, responses):
+    *_, drafts = some_drafts(head, target, responses, pool=6)
     outside = ~drafts.in_pool
     assert outside.any() and not outside.all()
     for m in range(len(outside)):
@@ -97,8 +137,9 @@ def test_nodes_below_a_token_outside_its_pool_do_not_count(head, target, respons
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "cross_entropy"])
-def test_the_loss_is_its_definition(head, target, responses, loss):  # noqa: F811
-    _, _, drafts = some_drafts(head, target, responses, pool=6)
+def test_the_loss_is_its_definition(head, target, responses, loss):
+    _, batch, blocks, drafts = some_drafts(head, target, responses, pool=6)
+    final = target.states(batch.tokens)[1].flatten(0, 1)[batch.source]
     config = tiny_weaver(candidate_pool_size=6)
     weaver = ReferenceWeaver(config, random_weaver(config, dtype=torch.float32))
     got, _ = weaver_loss(weaver, target, drafts, loss)
@@ -109,7 +150,7 @@ def test_the_loss_is_its_definition(head, target, responses, loss):  # noqa: F81
     q = weaver.pool_logits(states, drafts.pool_scores, rows).log_softmax(-1)
     total, weight = 0.0, 0.0
     for m, i in drafts.weights.nonzero().tolist():
-        p = (drafts.teacher[m, i] @ target.lm_head.T).softmax(-1)[drafts.pool_tokens[m, i]]
+        p = (final[blocks.anchors[m] + i] @ target.lm_head.T).softmax(-1)[drafts.pool_tokens[m, i]]
         if loss == "forward_kl":
             single = (p * ((p / p.sum()).log() - q[m, i])).sum()
         elif drafts.in_pool[m, i]:
@@ -121,38 +162,79 @@ def test_the_loss_is_its_definition(head, target, responses, loss):  # noqa: F81
     torch.testing.assert_close(got, total / weight, rtol=1e-4, atol=1e-5)
 
 
-def test_offline_lengths_are_the_true_continuation_inside_the_tree(head, target, responses):  # noqa: F811
+def accepted(tree, true) -> int:
+    """Tokens that one pass commits: the true continuation inside a tree of one request, and the bonus token."""
+    parent, token = tree.parent[0].tolist(), tree.token[0].tolist()
+    node, length = 0, 1
+    for wanted in true:
+        nodes = [n for n in range(1, tree.node_count[0]) if parent[n] == node and token[n] == wanted]
+        if not nodes:
+            break
+        node, length = nodes[0], length + 1
+    return length
+
+
+def test_offline_passes_are_those_of_drafts_at_each_anchor(head, target, responses):
+    """Answers of unequal lengths walked at once, against each alone with the pools of `draft`."""
     config = tiny_weaver()
     folded = FoldedWeaver(config, random_weaver(config), target.embedding, target.lm_head, torch.float32)
-    tokens = responses[0].tokens
-    lengths = accept_lengths(head, target, folded, tokens, PROMPT, (1, 16, 48), width=4, at_once=7)
-    assert (lengths["dflash_tfm", 1] == 1).all() and (lengths["chain", 6] <= 6).all()
-    remaining = len(tokens) - 1 - torch.arange(PROMPT, len(tokens) - 1)
-    for length in lengths.values():
-        assert (length >= 1).all() and (length - 1 <= remaining).all() and len(length) == len(remaining)
-    together = accept_lengths(head, target, folded, tokens, PROMPT, (16,), width=4, at_once=100)
-    assert torch.equal(together["dflash_tfm", 16], lengths["dflash_tfm", 16])
+    drafter = WeaverDrafter(head, target, folded, nodes=4)
+    some = [dataclasses.replace(r, tokens=r.tokens[: 38 - 4 * i]) for i, r in enumerate(responses[:5])]
+    together = verify_passes(drafter.read(some), lambda *at: drafter.conditional_tree(*at, 16), 5).tolist()
+    for response, passes in zip(some, together, strict=True):
+        batch, place, count = pack([response], 64), PROMPT, 0
+        while place < len(response.tokens) - 1:
+            anchor = torch.tensor([place])
+            blocks = make_blocks(batch.row, head.config, anchor, torch.zeros(1, 1, dtype=torch.long), 7.0)
+            d = draft(packed(head), target, batch, blocks, 24)
+            root = response.tokens[anchor]
+            tree = folded.build_tree(root, d.committed, d.proposal, d.pool_tokens, d.pool_scores, 16, 4, drafter.width)
+            length = accepted(tree, response.tokens[place + 1 :].tolist())
+            place, count = place + length, count + 1
+        assert passes == count
 
 
-def test_the_command_trains_exports_and_measures(head, target, responses, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_accept_lengths_are_tokens_a_pass(head, target, responses):
+    config = tiny_weaver()
+    folded = FoldedWeaver(config, random_weaver(config), target.embedding, target.lm_head, torch.float32)
+    drafter = WeaverDrafter(head, target, folded, nodes=4)
+    some = [dataclasses.replace(r, source="even" if i % 2 else "odd") for i, r in enumerate(responses[:5])]
+    too_short = dataclasses.replace(some[0], tokens=some[0].tokens[: PROMPT + 1])
+    rows = mean_accept_lengths(drafter, [*some, too_short], (2, 16, 48))
+    assert [row["source"] for row in rows] == ["even"] * 7 + ["odd"] * 7 + ["all"] * 7
+    length = {(row["source"], row["drafter"], row["budget"]): row["accept_length"] for row in rows}
+    greatest = {2: 2, 6: 6, 16: 6, 48: 6}
+    assert all(1 <= mean <= greatest[budget] for (_, _, budget), mean in length.items())
+    for name, budget in {key[1:] for key in length}:
+        passes = {s: n * 31 / length[s, name, budget] for s, n in (("odd", 3), ("even", 2), ("all", 5))}
+        assert passes["all"] == pytest.approx(passes["odd"] + passes["even"], rel=1e-3)
+    assert {row["source"]: row["responses"] for row in rows} == {"odd": 3, "even": 2, "all": 5}
+    assert {row["width"] for row in rows if row["drafter"] == "dflash_tfm"} == {4}
+    assert mean_accept_lengths(drafter, [too_short], (16,)) == []
+
+
+def test_the_command_trains_exports_and_measures(head, target, responses, tmp_path, monkeypatch, capsys):
     target.model.save_pretrained(tmp_path / "target")
     save_head(tmp_path / "head", head.config, head.tensors)
-    save_responses(responses, tmp_path / "responses.npz")
+    # A sampled answer is trained on, but says nothing of greedy decoding.
+    stored = [dataclasses.replace(r, greedy=i % 8 != 0) for i, r in enumerate(responses)]
+    save_responses(stored, tmp_path / "responses.npz")
     given = (
         f"--target {tmp_path}/target --head {tmp_path}/head --responses {tmp_path}/responses.npz --out {tmp_path}/out"
     )
-    given += " --minutes 1 --steps 4 --rank 16 --layers 1 --heads 2 --mlp 16 --pool 12 --budgets 8 --held-out 3"
+    given += " --minutes 1 --steps 4 --rank 16 --layers 1 --heads 2 --mlp 16 --pool 12 --budgets 8 --held-out 9"
     monkeypatch.setattr(sys, "argv", ["weaver", *given.split()])
     weaver_training.main()
     config, tensors = load_weaver(tmp_path / "out")
     assert config.depth == 5 and tensors["token_in.weight"].dtype == torch.bfloat16
     run = json.loads((tmp_path / "out" / "training.json").read_text())
     assert {row["drafter"] for row in run["accept_length"]} == {"dflash_tfm", "ddtree", "chain"}
+    assert {row["responses"] for row in run["accept_length"]} == {7} and run["training_responses"] == 40
     assert "| all | dflash_tfm | 8 |" in (tmp_path / "out" / "README.md").read_text()
     assert "dflash_tfm budget   8" in capsys.readouterr().out
 
 
-def test_nothing_to_train_on_is_said(head, target):  # noqa: F811
+def test_nothing_to_train_on_is_said(head, target):
     with pytest.raises(ValueError, match="none of 0 responses"):
         train_weaver(tiny_weaver(), head, target, [], WeaverSettings(minutes=1))
     with pytest.raises(ValueError, match="loss is 'reverse'"):

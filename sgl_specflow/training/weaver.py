@@ -1,10 +1,10 @@
 """Train a Weaver on a frozen DFlash head and its frozen target.
 
     python -m sgl_specflow.training.weaver --target smollm2 --head sgl_specflow/drafter/heads/smollm2-135m-dflash \
-        --responses OUT/responses.npz --out OUT/smollm2-135m-weaver --minutes 2.5
+        --responses responses --out OUT/smollm2-135m-weaver --minutes 2.5
 
-The responses are the target's own (`training.responses`). OUT receives the adapter in bfloat16 (config.json, safetensors
-shards), training.json, the run in numbers with the held-out accept length, and a model card.
+The responses are the target's own, a file or folder that `regenerate` wrote. OUT receives the adapter in bfloat16
+(config.json, safetensors shards), training.json, the run in numbers with the held-out accept length, and a model card.
 
 What is learned: at random anchors of a response the head drafts its K depths once; each depth's P likeliest tokens are
 its pool. The true continuation is the path (teacher forcing), all its nodes in one causal pass. At the node of depth i
@@ -16,12 +16,13 @@ cross-entropy leaves the node out. In both, nodes below a token outside its pool
 """
 
 import argparse
+import dataclasses
 import datetime
+import itertools
 import json
 import math
 import platform
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,20 +35,29 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, WeaverConfig, load_weaver, save_weaver
 from sgl_specflow.drafter.weaver.checkpoint import expected_shapes
+from sgl_specflow.training.attention import TILE
 from sgl_specflow.training.blocks import Blocks, sample_blocks
+from sgl_specflow.training.head import TrainingHead
+from sgl_specflow.training.losses import teacher_log_probs
+from sgl_specflow.training.offline_accept import Answers, OfflineDrafter, verify_passes
+from sgl_specflow.training.optimizer import schedule
 from sgl_specflow.training.responses import Response, load_responses
-from sgl_specflow.training.target_states import FrozenTarget
+from sgl_specflow.training.rows import Batch, Rows
+from sgl_specflow.training.target_states import FrozenTarget, load_model
 from sgl_specflow.training.trainer import block_hidden
-from sgl_specflow.tree import build_tree
-from sgl_specflow.verify.acceptance import accept
+from sgl_specflow.tree import TokenTree
 
 LOSSES = ("forward_kl", "cross_entropy")
-CHILDREN = 32  # candidates considered a node, and a depth of the marginal trees, when accept lengths are measured
+REPORT_STEPS = 100
 
 
 @dataclass(frozen=True)
 class WeaverSettings:
-    """Training ends after `minutes` or `steps`, whichever comes first; the learning rate follows that progress."""
+    """Training ends after `minutes` or `steps`, whichever comes first; the learning rate follows that progress.
+
+    A step is one packed row. sequences: responses that it holds, on average: its tokens are fixed. anchors: of a
+    response, on average. decay: of the loss's weight with depth, exp(-depth / decay).
+    """
 
     minutes: float
     steps: int = 10**9
@@ -56,9 +66,9 @@ class WeaverSettings:
     warm_up: float = 0.04
     gradient_clip: float = 1.0
     weight_decay: float = 0.01
+    decay: float = 7.0
     sequences: int = 16
     anchors: int = 64
-    length_multiple: int = 64
     seed: int = 0
 
     def __post_init__(self):
@@ -75,8 +85,8 @@ class Drafts:
         proposal: [M, D, H], the head's output hidden states of depths 1..D.
         pool_tokens: int64 [M, D, P] and pool_scores float32 [M, D, P], descending logits of the head.
         path: int64 [M, D + 1], the anchor and the true tokens after it.
-        inside: bool [M, D], depth i + 1 lies inside the response.
-        teacher: [M, D, H], the target's final-normed hidden state that chose the true token of depth i + 1.
+        depth_weights: float32 [M, D], exp(-i / decay) where depth i + 1 lies inside the response, else 0.
+        teacher: [M, D, P], the target's log-probabilities (over the vocabulary) of the pool, after the true path.
     """
 
     committed: Tensor
@@ -84,8 +94,13 @@ class Drafts:
     pool_tokens: Tensor
     pool_scores: Tensor
     path: Tensor
-    inside: Tensor
+    depth_weights: Tensor
     teacher: Tensor
+
+    @property
+    def inside(self) -> Tensor:
+        """bool [M, D]: depth i + 1 lies inside the response."""
+        return self.depth_weights > 0
 
     @property
     def in_pool(self) -> Tensor:
@@ -94,32 +109,34 @@ class Drafts:
 
     @property
     def weights(self) -> Tensor:
-        """float32 [M, D] of the loss at the nodes of depths 0..D - 1: exp(-depth / 7), 0 past the end or where the path
-        left a pool."""
+        """float32 [M, D] of the loss at the nodes of depths 0..D - 1: `depth_weights`, 0 where the path left a pool."""
         reached = torch.nn.functional.pad(self.in_pool, (1, 0), value=True)[:, :-1].to(torch.int8).cumprod(1) > 0
-        decay = torch.exp(-torch.arange(self.inside.shape[1], device=self.path.device) / 7.0)
-        return torch.where(self.inside & reached, decay, 0.0)
+        return torch.where(reached, self.depth_weights, 0.0)
 
 
 @torch.no_grad()
-def draft(head: ReferenceHead, target: FrozenTarget, tokens: Tensor, blocks: Blocks, pool: int) -> Drafts:
-    """The head's pools at all anchors of blocks; tokens int64 [N, T], padded on the right."""
-    device = tokens.device
-    target_hidden, final = target.states(tokens)
-    hidden = block_hidden(head, target, target_hidden, blocks).flatten(0, 1)
-    positions = blocks.positions.flatten(0, 1)
-    sequence = torch.arange(len(tokens), device=device).repeat_interleave(blocks.positions.shape[1])[:, None]
-    last = tokens.shape[1] - 1
-    proposal = hidden[:, 1:]
+def draft(
+    head: TrainingHead, target: FrozenTarget, batch: Batch, blocks: Blocks, pool: int, depth: int | None = None
+) -> Drafts:
+    """The head's pools of `pool` tokens at all anchors of blocks, which reveal nothing.
+
+    depth: K, where the head has more depths than the adapter; None: the head's.
+    """
+    depth = depth or head.config.depth
+    hidden, final = block_hidden(head, target, batch, blocks)
+    proposal, targets = hidden[:, 1 : depth + 1], blocks.targets[:, : depth + 1]
     scores, candidates = (proposal.to(target.lm_head.dtype) @ target.lm_head.T).topk(pool, dim=-1)
+    table, chosen_by = teacher_log_probs(final, target.lm_head), (targets[:, 1:, None] - 1).clamp(min=0)
+    wide = torch.promote_types(scores.dtype, torch.float32)
     return Drafts(
-        committed=final[sequence[:, 0], positions[:, 0] - 1],
+        committed=final[(blocks.anchors - 1).clamp(min=0)],
         proposal=proposal,
         pool_tokens=candidates,
-        pool_scores=scores.to(torch.promote_types(scores.dtype, torch.float32)),
-        path=tokens[sequence, positions.clamp(max=last)],
-        inside=(blocks.weights > 0).flatten(0, 1)[:, 1:],
-        teacher=final[sequence, (positions[:, 1:] - 1).clamp(max=last)],
+        pool_scores=scores.to(wide),
+        path=batch.row.tokens[targets],
+        # No state chose a document's first token.
+        depth_weights=blocks.weights[:, 1 : depth + 1].masked_fill(blocks.positions[:, :1] == 0, 0.0),
+        teacher=table[chosen_by, candidates].to(wide),
     )
 
 
@@ -141,17 +158,14 @@ def weaver_loss(weaver: ReferenceWeaver, target: FrozenTarget, drafts: Drafts, l
     residual = (query.to(target.lm_head.dtype) @ target.lm_head.T).gather(2, drafts.pool_tokens)
     weights = drafts.weights
     with torch.no_grad():
-        teacher = (drafts.teacher @ target.lm_head.T).to(drafts.pool_scores.dtype)
-        whole = teacher.logsumexp(-1, keepdim=True)
-        teacher = teacher.gather(2, drafts.pool_tokens)
         in_pool = drafts.in_pool
         if loss == "cross_entropy":
-            wanted = (drafts.pool_tokens == drafts.path[:, 1:, None]).to(teacher.dtype)
+            wanted = (drafts.pool_tokens == drafts.path[:, 1:, None]).to(drafts.teacher.dtype)
             weights = weights * in_pool
             entropy = 0.0
         else:
-            wanted = (teacher - whole).exp()
-            entropy = (wanted * teacher.log_softmax(-1)).sum(-1)
+            wanted = drafts.teacher.exp()
+            entropy = (wanted * drafts.teacher.log_softmax(-1)).sum(-1)
 
     def mean(logits: Tensor) -> Tensor:
         single = entropy - (wanted * logits.log_softmax(-1)).sum(-1)
@@ -186,10 +200,10 @@ def train_weaver(
     settings: WeaverSettings,
     log=lambda entry: None,
 ) -> tuple[dict[str, Tensor], list[dict]]:
-    """Train an adapter from scratch.
+    """Train an adapter from scratch. What a step trains on depends on (seed, step) alone.
 
     Args:
-        responses: those marked `held_out`, or with fewer than two response tokens, are left out.
+        responses: greedy and sampled; those marked `held_out`, or of fewer than two response tokens, are left out.
         log: called with each entry of the history.
     Returns:
         (float32 tensors by name; history, a list of {step, minutes, loss, marginal_loss, outside_pool}: means since the
@@ -197,7 +211,6 @@ def train_weaver(
     Raises:
         ValueError: no response can be trained on.
     """
-    torch.manual_seed(settings.seed)
     usable = [r for r in responses if not r.held_out and len(r.tokens) - r.prompt_length >= 2]
     if not usable:
         raise ValueError(
@@ -210,24 +223,35 @@ def train_weaver(
     vectors = [tensor for tensor in weights.values() if tensor.ndim == 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
+    rows, count = _rows(usable, settings), _block_count(head.config, settings)
+    cuda = device.type == "cuda"
+    packed = TrainingHead(head.config, head.tensors, head.tensors["fc.weight"].dtype, fast=cuda)
+
+    def drafts_of(step: int) -> Drafts:
+        batch = rows[step].to(device)
+        generator = torch.Generator(device).manual_seed(settings.seed * 1_000_003 + step)
+        blocks = sample_blocks(batch.row, head.config, count, 0.0, settings.decay, generator)
+        return draft(packed, target, batch, blocks, config.candidate_pool_size, config.depth)
+
+    if cuda:
+        drafts_of(0)  # compiles, before the clock starts
+        torch.cuda.synchronize(device)
     start, history, recent = time.monotonic(), [], []
-    for step, batch in enumerate(_batches(usable, settings.sequences)):
+    for step in itertools.count():
         minutes = (time.monotonic() - start) / 60
         progress = max(minutes / settings.minutes, step / settings.steps)
-        if step and (progress >= 1 or len(recent) == 100):
+        if step and (progress >= 1 or len(recent) == REPORT_STEPS):
             loss, marginal, outside = torch.stack(recent).mean(0).tolist()
             entry = {"step": step, "minutes": round(minutes, 3), "loss": loss}
             history.append(entry | {"marginal_loss": marginal, "outside_pool": outside})
             log(history[-1])
             recent.clear()
-        if progress >= 1:
+        if step and progress >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _schedule(progress, settings.warm_up)
-        tokens, prompt_lengths, lengths = _pad(batch, settings.length_multiple, device)
-        blocks = sample_blocks(tokens, prompt_lengths, lengths, head.config, settings.anchors, reveal=0.0)
-        drafts = _cut_depth(draft(head, target, tokens, blocks, config.candidate_pool_size), config.depth)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            group["lr"] = settings.learning_rate * schedule(progress, settings.warm_up)
+        drafts = drafts_of(step)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
             loss, marginal = weaver_loss(weaver, target, drafts, settings.loss)
         optimizer.zero_grad()
         loss.backward()
@@ -238,153 +262,95 @@ def train_weaver(
     return {name: tensor.detach() for name, tensor in weights.items()}, history
 
 
-def _cut_depth(drafts: Drafts, depth: int) -> Drafts:
-    """The first K depths, where the head has more than the adapter."""
-    return Drafts(
-        drafts.committed,
-        drafts.proposal[:, :depth],
-        drafts.pool_tokens[:, :depth],
-        drafts.pool_scores[:, :depth],
-        drafts.path[:, : depth + 1],
-        drafts.inside[:, :depth],
-        drafts.teacher[:, :depth],
-    )
+def _rows(responses: list[Response], settings: WeaverSettings) -> Rows:
+    """Rows of `sequences` mean lengths, and of the longest response at least; whole tiles, which the fast head needs."""
+    lengths = [len(response.tokens) for response in responses]
+    wanted = max(max(lengths), min(settings.sequences, len(lengths)) * sum(lengths) / len(lengths))
+    return Rows(responses, math.ceil(wanted / TILE) * TILE, settings.seed)
 
 
-def _pad(batch: list[Response], multiple: int, device) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens [N, T] padded on the right with 0, prompt lengths [N], lengths [N]); T a multiple, so shapes are few."""
-    tokens = torch.nn.utils.rnn.pad_sequence([response.tokens for response in batch], batch_first=True)
-    tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % multiple))
-    prompt_lengths = torch.tensor([response.prompt_length for response in batch])
-    lengths = torch.tensor([len(response.tokens) for response in batch])
-    return tokens.to(device), prompt_lengths.to(device), lengths.to(device)
-
-
-def _batches(responses: list[Response], size: int):
-    """Endless epochs of whole batches of like length: sorted inside random pools of 32 batches, then shuffled."""
-    size = min(size, len(responses))
-    while True:
-        order = torch.randperm(len(responses)).tolist()
-        batches = []
-        for first in range(0, len(order), 32 * size):
-            near = sorted(order[first : first + 32 * size], key=lambda index: len(responses[index].tokens))
-            batches += [near[cut : cut + size] for cut in range(0, len(near) - size + 1, size)]
-        for index in torch.randperm(len(batches)).tolist():
-            yield [responses[i] for i in batches[index]]
-
-
-def _schedule(progress: float, warm_up: float) -> float:
-    """Linear warm-up from a tenth, then cosine to 0."""
-    if progress < warm_up:
-        return 0.1 + 0.9 * progress / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up)))
+def _block_count(head: HeadConfig, settings: WeaverSettings) -> int:
+    """Blocks a row, so many more than asked for that their positions fill whole tiles."""
+    whole = TILE // math.gcd(TILE, head.block_size)
+    return math.ceil(settings.sequences * settings.anchors / whole) * whole
 
 
 # --- accept length without a server ---------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def accept_lengths(
-    head: ReferenceHead,
-    target: FrozenTarget,
-    weaver: FoldedWeaver,
-    tokens: Tensor,
-    prompt_length: int,
-    budgets: tuple[int, ...],
-    width: int = 8,
-    at_once: int = 64,
-) -> dict[tuple[str, int], Tensor]:
-    """Accept length at every anchor of one greedy response, {(drafter, budget): int64 [anchors]}, the drafters being
-    `dflash_tfm`, `ddtree` (the same head's marginals) and `chain` (its likeliest tokens; budget: the anchor and K).
+@dataclass
+class WeaverAnswers(Answers):
+    """`Answers` with what a Weaver reads beside them; final: [R, T, H], the target's final-normed hidden states."""
 
-    tokens [T] on the target's device; the anchors are positions prompt_length to T - 2. A pass accepts the longest
-    prefix of the true continuation that the tree holds, and one token more. `at_once` anchors are drafted together.
+    final: Tensor
+
+    def select(self, rows: Tensor) -> "WeaverAnswers":
+        fewer = super().select(rows)
+        return WeaverAnswers(**vars(fewer), final=self.final[rows, : fewer.tokens.shape[1]])
+
+
+class WeaverDrafter(OfflineDrafter):
+    """An `OfflineDrafter` that also grows a Weaver's trees, `nodes` nodes a round."""
+
+    def __init__(self, head: ReferenceHead, target: FrozenTarget, weaver: FoldedWeaver, nodes: int = 8):
+        super().__init__(head, target)
+        self.weaver, self.nodes = weaver, nodes
+
+    @torch.inference_mode()
+    def read(self, responses: list[Response], at_once: int = 64) -> WeaverAnswers:
+        answers = super().read(responses, at_once)
+        final = torch.cat([self.target.states(some.clamp(min=0))[1] for some in answers.tokens.split(at_once)])
+        return WeaverAnswers(**vars(answers), final=final)
+
+    def conditional_tree(self, answers: WeaverAnswers, anchor: Tensor, budget: int) -> TokenTree:
+        """One pass of the head, then the tree that the Weaver grows from its pools."""
+        depth = min(self.weaver.config.depth, budget - 1)
+        size = min(self.head.config.block_size, budget)
+        block = torch.full((len(anchor), size), self.head.config.mask_token_id, device=anchor.device)
+        block[:, 0] = answers.tokens.gather(1, anchor[:, None])[:, 0]
+        positions = anchor[:, None] + torch.arange(size, device=anchor.device)
+        proposal = self._run(answers, anchor, block, positions, None)[:, 1 : depth + 1]
+        logits = proposal.to(self.target.lm_head.dtype) @ self.target.lm_head.T
+        scores, candidates = logits.topk(self.weaver.config.candidate_pool_size, dim=-1)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        rows = torch.arange(len(anchor), device=anchor.device)
+        committed = answers.final[rows, anchor - 1]
+        root, children = block[:, 0], self.width
+        return self.weaver.build_tree(root, committed, proposal, candidates, scores, budget, self.nodes, children)
+
+
+def mean_accept_lengths(drafter: WeaverDrafter, responses: list[Response], budgets: tuple[int, ...]) -> list[dict]:
+    """Tokens a verify pass, walking all greedy answers as the server would: rows {source, drafter, budget, width,
+    accept_length, responses}, source `all` last.
+
+    The drafters are `dflash_tfm`, `ddtree` (the same head's marginals) and `chain` (its likeliest tokens; budget: the
+    anchor and one of each depth). Answers of fewer than two tokens are left out.
     """
-    config = head.config
-    anchors = torch.arange(prompt_length, len(tokens) - 1, device=tokens.device)
-    parts: dict[tuple[str, int], list[Tensor]] = {}
-    for some in anchors.split(at_once):
-        positions = (some[:, None] + torch.arange(config.block_size, device=tokens.device))[None]
-        block = torch.full_like(positions, config.mask_token_id)
-        block[..., 0] = tokens[some]
-        blocks = Blocks(block, positions, torch.zeros(positions.shape, device=tokens.device))
-        drafts = draft(head, target, tokens[None], blocks, weaver.config.candidate_pool_size)
-        drafts = _cut_depth(drafts, weaver.config.depth)
-        whole = (drafts.proposal.to(target.lm_head.dtype) @ target.lm_head.T).to(drafts.pool_scores.dtype)
-        log_probs = (drafts.pool_scores - whole.logsumexp(-1, keepdim=True)).float()
-        # Past the response's end nothing matches: tokens are never -1.
-        true = torch.nn.functional.pad(tokens, (0, config.block_size + 1), value=-1)
-        depth = weaver.config.depth
-        trees = {}
-        for budget in budgets:
-            trees["dflash_tfm", budget] = weaver.build_tree(
-                tokens[some],
-                drafts.committed,
-                drafts.proposal,
-                drafts.pool_tokens,
-                drafts.pool_scores,
-                budget,
-                width,
-                CHILDREN,
-            )
-            trees["ddtree", budget] = build_tree(
-                tokens[some],
-                log_probs[..., :CHILDREN].contiguous(),
-                drafts.pool_tokens[..., :CHILDREN].contiguous(),
-                budget,
-            )
-        trees["chain", depth + 1] = build_tree(
-            tokens[some], log_probs[..., :1].contiguous(), drafts.pool_tokens[..., :1].contiguous(), depth + 1
-        )
-        for key, tree in trees.items():
-            parts.setdefault(key, []).append(accept(tree, true[some[:, None] + tree.depth + 1], depth).length)
-    return {key: torch.cat(lengths) for key, lengths in parts.items()}
-
-
-def mean_accept_lengths(
-    head: ReferenceHead,
-    target: FrozenTarget,
-    weaver: FoldedWeaver,
-    responses: list[Response],
-    budgets: tuple[int, ...],
-    width: int = 8,
-) -> list[dict]:
-    """Tokens a verify pass, walking each greedy response as the server would: rows {source, drafter, budget, width,
-    accept_length, responses}, source 'all' last. Responses of fewer than two tokens are left out."""
-    passes, committed, counted = Counter(), Counter(), Counter()
-    for response in responses:
-        length = len(response.tokens) - response.prompt_length
-        if length < 2:
-            continue
-        tokens = response.tokens.to(target.embedding.device)
-        lengths = accept_lengths(head, target, weaver, tokens, response.prompt_length, budgets, width)
-        for source in (response.source, "all"):
-            committed[source] += length - 1
-            counted[source] += 1
-        for key, row in lengths.items():
-            count = _passes(row.tolist())
-            for source in (response.source, "all"):
-                passes[source, *key] += count
+    responses = [r for r in responses if len(r.tokens) - r.prompt_length >= 2]
+    if not responses:
+        return []
+    answers, depth = drafter.read(responses), drafter.head.config.depth
+    committed = answers.length - 1 - answers.prompt
+    sources = {s: [i for i, r in enumerate(responses) if r.source == s] for s in sorted({r.source for r in responses})}
+    methods = [("chain", depth + 1, drafter.chain)]
+    methods += [("ddtree", budget, drafter.tree) for budget in budgets]
+    methods += [("dflash_tfm", budget, drafter.conditional_tree) for budget in budgets]
+    passes = {
+        (name, budget): verify_passes(answers, lambda some, anchor, m=method, b=budget: m(some, anchor, b), depth)
+        for name, budget, method in methods
+    }
     return [
         {
             "source": source,
-            "drafter": drafter,
+            "drafter": name,
             "budget": budget,
-            "width": width if drafter == "dflash_tfm" else None,
-            "accept_length": round(committed[source] / count, 4),
-            "responses": counted[source],
+            "width": drafter.nodes if name == "dflash_tfm" else None,
+            "accept_length": round((committed[inside].sum() / count[inside].sum()).item(), 4),
+            "responses": len(inside),
         }
-        for (source, drafter, budget), count in sorted(passes.items(), key=lambda item: (item[0][0] == "all", item[0]))
+        for source, inside in [*sources.items(), ("all", list(range(len(responses))))]
+        for (name, budget), count in passes.items()
     ]
-
-
-def _passes(lengths: list[int]) -> int:
-    """Verify passes from the first anchor to the end of the response."""
-    place, count = 0, 0
-    while place < len(lengths):
-        place += lengths[place]
-        count += 1
-    return count
 
 
 # --- command --------------------------------------------------------------------------------------------------------
@@ -411,7 +377,7 @@ sgl_specflow, {run["date"]}, on {run["device"]}, torch {run["torch"]}.
 - **Head**: {run["head"]}, frozen; its hidden states and its pools are what this adapter was trained on.
 - **Target and data**: as in the head's card; {run["training_responses"]} responses that the target wrote itself.
 - **Training**: {run["settings"]["loss"]} over the pool, {last["step"]} steps in {last["minutes"]:.1f} minutes,
-  {run["settings"]["sequences"]} sequences a step with {run["settings"]["anchors"]} anchors each, AdamW
+  on average {run["settings"]["sequences"]} sequences a step with {run["settings"]["anchors"]} anchors each, AdamW
   {run["settings"]["learning_rate"]}; loss {first["loss"]:.3f} (mean of the first {first["step"]} steps) to
   {last["loss"]:.3f} nats, where the head's marginals alone are at {last["marginal_loss"]:.3f}. Outside its pool:
   {100 * last["outside_pool"]:.1f} % of the true tokens.
@@ -428,13 +394,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of the target, Hugging Face format")
     parser.add_argument("--head", required=True, type=Path, help="folder of a bidirectional DFlash head for it")
-    parser.add_argument("--responses", required=True, help="responses.npz of the target's own texts")
+    parser.add_argument("--responses", required=True, help="what `regenerate` wrote: a shard, or their folder")
     parser.add_argument("--out", required=True, type=Path, help="folder of the adapter")
     parser.add_argument("--minutes", type=float, default=2.5)
     parser.add_argument("--loss", choices=LOSSES, default=WeaverSettings.loss)
     parser.add_argument("--learning-rate", type=float, default=WeaverSettings.learning_rate)
-    parser.add_argument("--sequences", type=int, default=WeaverSettings.sequences, help="sequences a step")
-    parser.add_argument("--anchors", type=int, default=WeaverSettings.anchors, help="anchors a sequence")
+    parser.add_argument("--sequences", type=int, default=WeaverSettings.sequences, help="sequences a step, on average")
+    parser.add_argument("--anchors", type=int, default=WeaverSettings.anchors, help="anchors a sequence, on average")
     parser.add_argument("--steps", type=int, default=WeaverSettings.steps, help="end after so many steps")
     parser.add_argument("--rank", type=int, default=512, help="the adapter's width")
     parser.add_argument("--layers", type=int, default=3)
@@ -447,10 +413,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device)
     head_config = HeadConfig.load(arguments.head)
-    target = FrozenTarget(model, head_config.target_layer_ids)
+    target = FrozenTarget(load_model(arguments.target, device), head_config.target_layer_ids)
+    dtype = target.embedding.dtype
     head = ReferenceHead(head_config, load_tensors(arguments.head, dtype, device))
     config = WeaverConfig(
         d_model=head_config.hidden_size,
@@ -479,7 +444,9 @@ def main() -> None:
 
     _, stored = load_weaver(arguments.out)
     folded = FoldedWeaver(config, stored, target.embedding, target.lm_head, dtype)
-    held_out = _spread([response for response in responses if response.held_out], arguments.held_out)
+    drafter = WeaverDrafter(head, target, folded, arguments.width)
+    # Offline accept length is that of greedy decoding: only greedy answers tell it.
+    held_out = [response for response in responses if response.held_out and response.greedy]
     run = {
         "name": arguments.out.name,
         "head": arguments.head.name,
@@ -489,10 +456,10 @@ def main() -> None:
         "transformers": transformers.__version__,
         "config": config.to_dict(),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "settings": vars(settings),
+        "settings": dataclasses.asdict(settings),
         "training_responses": sum(not response.held_out for response in responses),
         "history": history,
-        "accept_length": mean_accept_lengths(head, target, folded, held_out, tuple(arguments.budgets), arguments.width),
+        "accept_length": mean_accept_lengths(drafter, _spread(held_out, arguments.held_out), tuple(arguments.budgets)),
     }
     (arguments.out / "training.json").write_text(json.dumps(run, indent=2) + "\n")
     (arguments.out / "README.md").write_text(model_card(run))
@@ -502,8 +469,8 @@ def main() -> None:
 
 def _spread(responses: list[Response], count: int) -> list[Response]:
     """At most `count` of them, evenly from the whole list."""
-    step = max(1, math.ceil(len(responses) / count)) if count else len(responses) + 1
-    return responses[::step] if count else []
+    count = min(count, len(responses))
+    return [responses[place * len(responses) // count] for place in range(count)]
 
 
 if __name__ == "__main__":
