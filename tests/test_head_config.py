@@ -114,6 +114,8 @@ def test_a_head_survives_writing_and_reading_in_one_file_and_in_shards(folder, m
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"dtype": "float99"}, "dtype 'float99'"),
+        ({"block_size": 100000}, "block_size 100000"),
         ({"attention_bias": True}, "attention_bias"),
         ({"dflash_config": {"conv_kernel_size": 3}}, "conv_kernel_size"),
         ({"dflash_config": {"target_layer_ids": [0, 4]}}, "target_layer_ids"),

@@ -267,6 +267,16 @@ def test_conflicting_flags_of_hybrid_targets_are_refused_by_name(field, _fine, _
         start_checks.refuse_conflicts(arguments, start_checks.HYBRID_CONFLICTS)
 
 
+@pytest.mark.parametrize("field", ["tp_size", "page_size", "max_running_requests"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_numbers_below_one_are_refused_by_name(field, value):
+    arguments = types.SimpleNamespace(tp_size=1, page_size=None, max_running_requests=None)
+    start_checks.check_positive(arguments)
+    setattr(arguments, field, value)
+    with pytest.raises(SpecflowConfigError, match=f"--{field.replace('_', '-')} {value}"):
+        start_checks.check_positive(arguments)
+
+
 @pytest.mark.parametrize(
     "saver, target_kept, head_kept, fine",
     [(True, False, False, False), (True, True, False, True), (True, False, True, True), (False, False, False, True)],

@@ -9,6 +9,7 @@ from sgl_specflow.errors import SpecflowConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
 FETCH_AGAIN = "download the head again"
+DTYPES = ("bfloat16", "float16", "float32")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Fields with which other DFlash relatives change the arithmetic (read from SGLang 0.5.23, models/dflash.py and
 # speculative/dflash_utils.py), and the only value under which the plain head's arithmetic holds.
@@ -212,6 +213,12 @@ class _Fields:
         """What must hold between fields."""
         if (activation := self.raw.get("hidden_act", "silu")) != "silu":
             self.refuse(f"hidden_act {activation!r}", "'silu'")
+        if (dtype := self.raw.get("dtype", self.raw.get("torch_dtype"))) not in (None, *DTYPES):
+            self.refuse(f"dtype {dtype!r}", f"one of {list(DTYPES)}")
+        if config.block_size > config.max_position_embeddings:
+            self.refuse(
+                f"block_size {config.block_size}", f"at most max_position_embeddings {config.max_position_embeddings}"
+            )
         if config.num_attention_heads % config.num_key_value_heads:
             self.refuse(
                 f"num_key_value_heads {config.num_key_value_heads}", f"a divisor of {config.num_attention_heads} heads"

@@ -25,10 +25,22 @@ def refuse_tokens(_original, manager, obj, input_ids) -> None:
     """Around TokenizerManager._validate_one_request: what would end the server is a ValueError, hence a 400."""
     if input_ids is not None and len(input_ids) == 0 and getattr(obj, "input_embeds", None) is None:
         raise ValueError("The prompt has no tokens. Give at least one.")
-    processor = getattr(obj, "custom_logit_processor", None)
-    if processor is not None:
-        _check_processor(processor)
+    if is_tree_algorithm(get_spec().speculative_algorithm):
+        _check_vocabulary(obj, input_ids, manager.model_config.vocab_size)
     _original(manager, obj, input_ids)
+    # Last: to load a processor is to run the sender's code, so SGLang must have found that this server allows it.
+    processor = getattr(obj, "custom_logit_processor", None)
+    if processor is not None and get_exec().features.enable_custom_logit_processor:
+        _check_processor(processor)
+
+
+def _check_vocabulary(obj, input_ids, vocab_size: int) -> None:
+    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < vocab_size:
+        outside = min(input_ids) if min(input_ids) < 0 else max(input_ids)
+        raise ValueError(f"input_ids holds {outside}, outside the vocabulary of {vocab_size} tokens.")
+    most = getattr(obj, "top_logprobs_num", None)
+    if isinstance(most, int) and most > vocab_size:
+        raise ValueError(f"top_logprobs_num {most} is more than the vocabulary of {vocab_size} tokens.")
 
 
 def _check_processor(text) -> None:

@@ -50,8 +50,8 @@ class Options:
         )
         try:
             given = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _refusal(f"{OPTIONS_VARIABLE}={text!r}, which is no JSON ({error})", allowed) from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise _refusal(f"{OPTIONS_VARIABLE}={text[:200]!r}, which is no JSON ({error})", allowed) from error
         if not isinstance(given, dict):
             raise _refusal(f"{OPTIONS_VARIABLE}={text!r}", allowed)
         for key, value in given.items():
@@ -105,10 +105,10 @@ class AdapterSettings:
         _in_range("weaver_width", width, 1, MAX_BUDGET, "nodes that the Weaver expands at once")
         pool = weaver.candidate_pool_size if options.weaver_pool is None else options.weaver_pool
         _in_range("weaver_pool", pool, 1, head.vocab_size, "tokens of a depth that compete")
-        temperature = 1.0 if options.weaver_temperature is None else float(options.weaver_temperature)
+        temperature = 1.0 if options.weaver_temperature is None else options.weaver_temperature
         if not 0.01 <= temperature <= 100:
             raise _refusal(f"weaver_temperature {temperature}", "0.01 to 100", "give a value in that range")
-        return cls(path, width, pool, temperature, min(weaver.depth, block - 1))
+        return cls(path, width, pool, float(temperature), min(weaver.depth, block - 1))
 
 
 @dataclass(frozen=True)

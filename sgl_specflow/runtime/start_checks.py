@@ -100,6 +100,7 @@ def resolve_server_args(algorithm: str, server_args) -> None:
 
     hooks.check_applied()
     refuse_conflicts(server_args)
+    check_positive(server_args)
     check_memory_saver(server_args)
     head = load_head_config(server_args)
     settings = TreeSettings.resolve(
@@ -141,6 +142,17 @@ def refuse_conflicts(server_args, conflicts=CONFLICTS) -> None:
                 given=f"{flag} {value} with --speculative-algorithm {server_args.speculative_algorithm.lower()}",
                 allowed=f"{flag} {fine[0]}",
                 todo=todo,
+            )
+
+
+def check_positive(server_args) -> None:
+    """Numbers that SGLang takes unseen and fails on later, in other words."""
+    for field in ("tp_size", "page_size", "max_running_requests"):
+        value = getattr(server_args, field)
+        if value is not None and value < 1:
+            flag = "--" + field.replace("_", "-")
+            raise SpecflowConfigError(
+                given=f"{flag} {value}", allowed="1 or more", todo=f"leave {flag} out, or mend it"
             )
 
 

@@ -127,7 +127,7 @@ def _read_torch_file(path: Path) -> tuple[WeaverConfig, dict[str, torch.Tensor]]
             allowed="a torch file that holds tensors and plain values only (it is read with weights_only=True)",
             todo="get it from a source you trust and save it again as {'config': dict, 'state_dict': dict of tensors}",
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # torch's unpickler raises whatever the bytes lead it to
         raise SpecflowConfigError(
             given=f"{path}, which cannot be read ({_first_line(error)})", allowed=ALLOWED, todo=FETCH_AGAIN
         ) from error
