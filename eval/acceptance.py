@@ -17,30 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from sgl_specflow.eval.lossless import HEADS
+from sgl_specflow.eval.lossless import HEADS, answers_in_order
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
-from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
-from sgl_specflow.launch.server import Server, start
+from sgl_specflow.launch.generation import Answer, Job
+from sgl_specflow.launch.server import start
 
 DATASETS = ("gsm8k", "mbpp", "mt_bench")
 DRAFTERS = [f"jetflow=jetflow:{HEADS / 'smollm2-135m-jetflow'}", f"ddtree=ddtree:{HEADS / 'smollm2-135m-dflash'}"]
-
-
-def answers(server: Server, jobs: list[Job], batch: int) -> tuple[list[Answer], float]:
-    """All answers in order, and the seconds they took."""
-    backend = ServerBackend(server.url)
-
-    async def collect() -> list[Answer]:
-        done = {}
-        async for job, outcome in answer_all(backend, jobs, concurrency=batch):
-            if isinstance(outcome, RequestFailed):
-                raise RuntimeError(f"prompt {job.index}: {outcome}\n{server.log_tail()}")
-            done[job.index] = outcome
-        return [done[job.index] for job in jobs]
-
-    begun = time.monotonic()
-    return backend.run(collect()), time.monotonic() - begun
 
 
 def row(
@@ -114,9 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
         flags, environment, head = servers[key]
         with start(flags, log=options.logs / f"acceptance-{key[0]}-{key[1]}.log", environment=environment) as server:
             with alone:
-                answers(server, next(iter(jobs.values()))[: options.batch], options.batch)  # warm
+                answers_in_order(server, next(iter(jobs.values()))[: options.batch], options.batch)  # warm
                 for dataset, of_dataset in jobs.items():
-                    done, seconds = answers(server, of_dataset, options.batch)
+                    begun = time.monotonic()
+                    done = answers_in_order(server, of_dataset, options.batch)
+                    seconds = time.monotonic() - begun
                     result["rows"].append(row(key[0], head, key[1], dataset, options.batch, done, seconds))
                     last = result["rows"][-1]
                     print(

@@ -19,27 +19,32 @@ from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
 from sgl_specflow.launch.quickstart import EXACT_FLOAT32, server_flags
-from sgl_specflow.launch.server import start
+from sgl_specflow.launch.server import Server, start
 
 HEADS = Path(__file__).resolve().parents[1] / "sgl_specflow" / "drafter" / "heads"
 HEAD_OF = {"jetflow": "smollm2-135m-jetflow", "ddtree": "smollm2-135m-dflash"}
 REQUEST_SECONDS = 3600
 
 
+def answers_in_order(server: Server, jobs: list[Job], batch: int) -> list[Answer]:
+    """Every job's answer, `batch` of them in flight. Raises RuntimeError where the server refuses or fails one."""
+    backend = ServerBackend(server.url, request_seconds=REQUEST_SECONDS)
+
+    async def collect() -> list[Answer]:
+        done = {}
+        async for job, outcome in answer_all(backend, jobs, concurrency=batch):
+            if isinstance(outcome, RequestFailed):
+                raise RuntimeError(f"prompt {job.index}: {outcome}\n{server.log_tail()}")
+            done[job.index] = outcome
+        return [done[job.index] for job in jobs]
+
+    return backend.run(collect())
+
+
 def answers(flags: list[str], jobs: list[Job], batches: list[int], log: Path) -> dict[int, list[Answer]]:
     """One server, all jobs at each batch size."""
     with start(flags, log=log, environment=EXACT_FLOAT32, timeout=900) as server:
-        backend = ServerBackend(server.url, request_seconds=REQUEST_SECONDS)
-
-        async def collect(batch: int) -> list[Answer]:
-            done = {}
-            async for job, outcome in answer_all(backend, jobs, concurrency=batch):
-                if isinstance(outcome, RequestFailed):
-                    raise RuntimeError(f"prompt {job.index}: {outcome}\n{server.log_tail()}")
-                done[job.index] = outcome
-            return [done[job.index] for job in jobs]
-
-        return {batch: backend.run(collect(batch)) for batch in batches}
+        return {batch: answers_in_order(server, jobs, batch) for batch in batches}
 
 
 def compare(plain: list[Answer], tree: list[Answer]) -> dict:

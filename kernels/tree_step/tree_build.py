@@ -69,11 +69,7 @@ def tree_from_marginals(
         tree = build_tree(root_token, log_probs, tokens, budget, max_depth)
         if positions is not None:
             positions.copy_(tree.positions(committed))
-        if out is None:
-            return tree
-        for name, value in vars(tree).items():
-            getattr(out, name).copy_(value)
-        return out
+        return tree if out is None else out.copy_(tree)
     out = empty_tree(requests, budget, log_probs.device) if out is None else out
     arguments = build_arguments(root_token, log_probs, tokens, budget, max_depth, out, committed, positions)
     device = log_probs.device.index

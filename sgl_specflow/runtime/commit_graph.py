@@ -33,6 +33,31 @@ def cuda_recorder() -> Callable[[Callable[[], None]], Callable[[], None]]:
     return record
 
 
+def commit_paths(
+    tree: TokenTree,
+    choice: torch.Tensor,
+    depth: int,
+    window: torch.Tensor,
+    committed: torch.Tensor,
+    hidden: torch.Tensor,
+    move: Callable,
+    write_context: Callable,
+    out: Commit | None = None,
+) -> Commit:
+    """Accept a path of each tree, move its KV to the front of the window, write the head's context for it.
+
+    tree to committed, and out, as `accept_and_plan` has them; hidden [at least R * B, L * H], a row a node; move and
+    write_context as `CommitGraphs` has them.
+    """
+    commit = accept_and_plan(tree, choice, depth, window, committed, out)
+    plan = commit.plan
+    move(plan.destination.flatten(), plan.source.flatten())
+    first_row = torch.arange(0, choice.numel(), tree.budget, device=choice.device)[:, None]
+    rows = (first_row + plan.node).flatten()
+    write_context(hidden[rows], plan.destination.flatten(), plan.position.flatten())
+    return commit
+
+
 class CommitGraphs:
     """Graphs of one worker. A batch is padded to the next captured size; padding requests commit onto slot 0, which
     SGLang's pools keep for such writes.
@@ -61,7 +86,6 @@ class CommitGraphs:
         self._window = torch.zeros(most, budget, dtype=torch.int64, device=device)
         self._committed = torch.zeros(most, dtype=torch.int64, device=device)
         self._commit = Commit.empty(most, depth + 1, device)
-        self._first_row = torch.arange(most, device=device)[:, None] * budget
         self._reset_trees()
         self._replays: dict[int, Callable[[], None]] = {}
 
@@ -79,19 +103,17 @@ class CommitGraphs:
             self._replays[size] = record(lambda size=size: self._body(size))
 
     def _body(self, size: int) -> None:
-        commit = _first(self._commit, size)
-        accept_and_plan(
-            _first_trees(self._trees, size),
+        commit_paths(
+            self._trees.first(size),
             self._choice[:size],
             self._depth,
             self._window[:size],
             self._committed[:size],
-            out=commit,
+            self._hidden,
+            self._move,
+            self._write_context,
+            out=_first(self._commit, size),
         )
-        plan = commit.plan
-        self._move(plan.destination.flatten(), plan.source.flatten())
-        rows = (self._first_row[:size] + plan.node).flatten()
-        self._write_context(self._hidden[rows], plan.destination.flatten(), plan.position.flatten())
 
     def fits(self, requests: int) -> bool:
         return requests <= self._sizes[-1]
@@ -108,19 +130,12 @@ class CommitGraphs:
         size = next(size for size in self._sizes if size >= requests)
         if hidden.data_ptr() != self._hidden.data_ptr():
             self._hidden[: requests * self._budget].copy_(hidden)
-        trees = _first_trees(self._trees, requests)
-        given, kept = (
-            [choice, window, committed],
-            [
-                self._choice[:requests],
-                self._window[:requests],
-                self._committed[:requests],
-            ],
+        trees = self._trees.first(requests)
+        kept = [self._choice[:requests], self._window[:requests], self._committed[:requests]]
+        torch._foreach_copy_(
+            [*kept, trees.token, trees.parent, trees.depth],
+            [choice, window, committed, tree.token, tree.parent, tree.depth],
         )
-        names = ("token", "parent", "depth")
-        given += [getattr(tree, name) for name in names]
-        kept += [getattr(trees, name) for name in names]
-        torch._foreach_copy_(kept, given)
         trees.ancestors.copy_(tree.ancestors)
         if requests < size:
             self._window[requests:size].zero_()
@@ -131,10 +146,6 @@ class CommitGraphs:
         fresh = [torch.empty_like(tensor) for tensor in static]
         torch._foreach_copy_(fresh, static)
         return Commit(Accepted(*fresh[:5]), done.plan, fresh[5])
-
-
-def _first_trees(trees: TokenTree, requests: int) -> TokenTree:
-    return TokenTree(**{name: value[:requests] for name, value in vars(trees).items()})
 
 
 def _first(commit: Commit, requests: int) -> Commit:

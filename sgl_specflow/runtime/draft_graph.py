@@ -47,4 +47,4 @@ class DraftTail:
 
     def trees(self, requests: int) -> TokenTree:
         """The first `requests` trees, in the buffers that the next replay overwrites."""
-        return TokenTree(**{name: value[:requests] for name, value in vars(self._trees).items()})
+        return self._trees.first(requests)

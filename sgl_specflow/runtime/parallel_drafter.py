@@ -117,7 +117,7 @@ class ParallelDrafter:
             tree = self.tail.trees(window.anchor.numel())
             if self.settings.path_refresh:
                 # The second pass may be as wide as the first: it then replays the same graph, tail and all.
-                tree = TokenTree(**{name: value.clone() for name, value in vars(tree).items()})
+                tree = tree.clone()
         else:
             tree = self._grow(window.anchor, hidden, batch.req_pool_indices, max_depth)
         return self._refresh(batch, window, tree, max_depth) if self.settings.path_refresh else tree

@@ -57,11 +57,7 @@ class WeaverDrafter(ParallelDrafter):
             adapter.temperature,
             limits,
         )
-        if out is None:
-            return tree
-        for name, value in vars(tree).items():
-            getattr(out, name).copy_(value)
-        return out
+        return tree if out is None else out.copy_(tree)
 
     def remember_prefill(self, batch, logits_output) -> None:
         """After (a chunk of) a prefill: the state that chose each request's anchor is its last row."""

@@ -20,8 +20,8 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from sgl_specflow.drafter.config import HeadConfig
-from sgl_specflow.kernels.tree_step import Commit, accept_and_plan
-from sgl_specflow.runtime.commit_graph import CommitGraphs, cuda_recorder
+from sgl_specflow.kernels.tree_step import Commit
+from sgl_specflow.runtime.commit_graph import CommitGraphs, commit_paths, cuda_recorder
 from sgl_specflow.runtime.gdn_backend import GdnCommit
 from sgl_specflow.runtime.parallel_drafter import ParallelDrafter
 from sgl_specflow.runtime.settings import Options, TreeSettings
@@ -227,12 +227,8 @@ class TreeWorker(BaseSpecWorker):
 
     def _commit(self, window: StepWindow, tree: TokenTree, choice: torch.Tensor, verdict: Verdict) -> Commit:
         """Accept a path of each tree, move its KV to the front of the window, write the head's context for it."""
-        inputs = (tree, choice, window.slots, window.committed_length)
+        slots, committed, hidden = window.slots, window.committed_length, verdict.hidden
         if verdict.can_run_cuda_graph and self.commit_graphs is not None and self.commit_graphs.fits(len(choice)):
-            return self.commit_graphs.run(*inputs, verdict.hidden)
-        commit = accept_and_plan(tree, choice, self.settings.depth, window.slots, window.committed_length)
-        plan = commit.plan
-        self._kv_cache().move_kv_cache(plan.destination.flatten(), plan.source.flatten())
-        rows = torch.arange(plan.node.shape[0], device=self.device)[:, None] * window.slots.shape[1] + plan.node
-        self.drafter.write_context(verdict.hidden[rows.flatten()], plan.destination.flatten(), plan.position.flatten())
-        return commit
+            return self.commit_graphs.run(tree, choice, slots, committed, hidden)
+        move, write_context = self._kv_cache().move_kv_cache, self.drafter.write_context
+        return commit_paths(tree, choice, self.settings.depth, slots, committed, hidden, move, write_context)

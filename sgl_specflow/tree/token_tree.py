@@ -44,6 +44,20 @@ class TokenTree:
         """RoPE positions, int64 [R, B]: committed length (int64 [R], the anchor's position) plus depth."""
         return committed_length[:, None] + self.depth
 
+    def first(self, requests: int) -> "TokenTree":
+        """The first `requests` trees, as views."""
+        return TokenTree(**{name: value[:requests] for name, value in vars(self).items()})
+
+    def clone(self) -> "TokenTree":
+        """The same trees in tensors of their own."""
+        return TokenTree(**{name: value.clone() for name, value in vars(self).items()})
+
+    def copy_(self, other: "TokenTree") -> "TokenTree":
+        """Overwrite these tensors with the trees of `other`, of the same shape; returns self."""
+        for name, value in vars(other).items():
+            getattr(self, name).copy_(value)
+        return self
+
     def check(self) -> None:
         """Raise ValueError naming the first violated invariant. It reads values: for tests and debugging only."""
         _check_layout(self)
