@@ -20,14 +20,14 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-def check(monkeypatch, request, enabled: bool) -> None:
-    """As in SGLang, whose own check stands between ours."""
+def check(monkeypatch, request, enabled: bool, sglang_refuses: bool = True) -> None:
+    """As in SGLang, whose own check stands between ours, or (not sglang_refuses) as if it had let the request pass."""
     features = types.SimpleNamespace(enable_custom_logit_processor=enabled)
     monkeypatch.setattr(request_checks, "get_exec", lambda: types.SimpleNamespace(features=features))
     monkeypatch.setattr(request_checks, "get_spec", lambda: types.SimpleNamespace(speculative_algorithm="JETFLOW"))
 
     def original(_manager, obj, _input_ids):
-        if obj.custom_logit_processor and not enabled:
+        if obj.custom_logit_processor and not enabled and sglang_refuses:
             raise ValueError("The server is not configured to enable custom logit processor.")
 
     manager = types.SimpleNamespace(model_config=types.SimpleNamespace(vocab_size=16))
@@ -42,6 +42,12 @@ def test_a_processor_is_not_loaded_where_processors_are_off(monkeypatch, tmp_pat
     request = types.SimpleNamespace(custom_logit_processor=processor(tmp_path / "ran"))
     with pytest.raises(ValueError, match="not configured"):
         check(monkeypatch, request, enabled=False)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nor_where_sglang_lets_the_request_pass(monkeypatch, tmp_path):
+    request = types.SimpleNamespace(custom_logit_processor=processor(tmp_path / "ran"))
+    check(monkeypatch, request, enabled=False, sglang_refuses=False)
     assert not (tmp_path / "ran").exists()
 
 
