@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import MODELS
+from sgl_specflow.eval.step_profile import profile
 from sgl_specflow.launch.server import Server, start
 
 SHARED_FLAGS = [
@@ -52,9 +53,20 @@ async def _requests(url: str, prompts: list[list[int]], new_tokens: int):
         return await asyncio.gather(*(_stream(session, url, prompt, new_tokens) for prompt in prompts))
 
 
+def prompts_of(batch: int, context: int) -> list[list[int]]:
+    """`batch` prompts of `context` tokens, no two alike."""
+    return [[100 + (7 * i + 13 * j) % 1500 for j in range(context)] for i in range(batch)]
+
+
+def profiled_step(server: Server, batch: int, context: int, accept: float, step_ms: float) -> dict:
+    """`step_profile.summary` of steps in the middle of `batch` requests that run for two seconds."""
+    new_tokens = int(2000 / step_ms * accept)
+    return profile(server.url, lambda: asyncio.run(_requests(server.url, prompts_of(batch, context), new_tokens)))
+
+
 def step_milliseconds(server: Server, batch: int, context: int, steps: int, accept: float) -> dict:
     """Median time of a step, and tokens a step, with `batch` requests of `context` tokens."""
-    prompts = [[100 + (7 * i + 13 * j) % 1500 for j in range(context)] for i in range(batch)]
+    prompts = prompts_of(batch, context)
     new_tokens = max(4, int(steps * accept))
     asyncio.run(_requests(server.url, prompts, 2))  # the prompts enter the prefix cache
     results = asyncio.run(_requests(server.url, prompts, new_tokens))
@@ -88,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
     parser.add_argument("--simulated-accept", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=80, help="steps a point")
+    parser.add_argument("--profile", default="", help="points whose steps are profiled by kernel, as in --points")
     parser.add_argument("--max-total-tokens", type=int, default=73728)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
@@ -96,7 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     shapes = MODELS[options.model]
-    points = [tuple(map(int, point.split("x"))) for point in options.points.split(",")]
+    points, profiled = (
+        [tuple(map(int, point.split("x"))) for point in text.split(",") if text]
+        for text in (options.points, options.profile)
+    )
     longest = max(context for _, context in points) + 2048
     most = max(batch for batch, _ in points)
     target, head = shapes.write(Path(tempfile.mkdtemp(prefix="shapes_")), longest)
@@ -120,9 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:
             return key, error
 
-    meta = describe(options.commit)
-    plain: dict[tuple[int, int], tuple[float, str]] = {}
-    rows, failures = [], []
+    result = {"meta": describe(options.commit), "rows": [], "profiles": [], "failures": []}
     running: dict[tuple, Server] = {}
     # The kernel ends a server with the thread that started it: these threads outlive the measuring.
     with ThreadPoolExecutor(len(servers)) as pool:
@@ -131,57 +145,72 @@ def main(arguments: list[str] | None = None) -> int:
                 if isinstance(outcome, Server):
                     running[key] = outcome
                 else:
-                    failures.append({"server": list(key), "error": str(outcome)[-2000:]})
-                    print(f"{key} did not start: {str(outcome)[-1500:]}", flush=True)
-            for key in running:
-                accept = 1.0 if key[0] == "plain" else options.simulated_accept
-                for batch, context in points:
-                    try:
-                        time_ = step_milliseconds(running[key], batch, context, options.steps, accept)
-                    except Exception as error:
-                        failures.append({"server": list(key), "point": [batch, context], "error": repr(error)[:500]})
-                        print(f"{key} {batch}x{context}: {error!r}"[:300], flush=True)
-                        continue
-                    print(
-                        key, f"{batch}x{context}", {name: round(value, 3) for name, value in time_.items()}, flush=True
-                    )
-                    if key[0] == "plain":
-                        plain[batch, context] = min(
-                            plain.get((batch, context), (float("inf"), "")), (time_["ms"], key[1])
-                        )
-                        rows.append(_row(options.model, shapes, "plain", None, batch, context, key[1], time_))
-                    else:
-                        row = _row(options.model, shapes, "jetflow", key[1], batch, context, None, time_)
-                        if (batch, context) in plain:
-                            row["plain_ms"], row["backend_plain"] = plain[batch, context]
-                            row["inflation"] = row["step_ms"] / row["plain_ms"]
-                        row["simulated_accept"] = options.simulated_accept
-                        row["measured_accept"] = time_["tokens_a_step"]
-                        rows.append(row)
+                    _fail(result, key, error=str(outcome)[-2000:])
+            for key, server in running.items():
+                for point in points:
+                    measure(result, key, server, point, options, profiled=point in profiled)
         finally:
             for server in running.values():
                 server.stop()
+    add_inflation(result["rows"])
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"meta": meta, "rows": rows, "failures": failures}, indent=1) + "\n")
-    for row in rows:
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in result["rows"]:
         if "inflation" in row:
             print(
                 f"B={row['budget']:<4} batch {row['batch']} context {row['context']:<6} plain {row['plain_ms']:.2f} ms "
                 f"({row['backend_plain']}) step {row['step_ms']:.2f} ms inflation {row['inflation']:.3f}"
             )
-    return 1 if failures else 0
+    return 1 if result["failures"] else 0
 
 
-def _row(model, shapes, algorithm, budget, batch, context, backend, time_) -> dict:
-    return {
-        "model": model,
-        "head_layers": shapes.head_layers,
+def measure(result: dict, key: tuple, server: Server, point: tuple[int, int], options, profiled: bool) -> None:
+    """Add one server's row, and its profile where wanted, at (batch, context) to `result`; what fails is noted there."""
+    (algorithm, variant), (batch, context) = key, point
+    is_plain = algorithm == "plain"
+    accept = 1.0 if is_plain else options.simulated_accept
+    try:
+        time_ = step_milliseconds(server, batch, context, options.steps, accept)
+    except Exception as error:
+        _fail(result, key, point=point, error=repr(error)[:500])
+        return
+    print(key, f"{batch}x{context}", {name: round(value, 3) for name, value in time_.items()}, flush=True)
+    row = {
+        "model": options.model,
+        "head_layers": MODELS[options.model].head_layers,
         "algorithm": algorithm,
-        "budget": budget,
+        "budget": None if is_plain else variant,
         "batch": batch,
         "context": context,
-        "backend_plain": backend,
+        "backend_plain": variant if is_plain else None,
         "step_ms": time_["ms"],
         "step_ms_mean": time_["ms_mean"],
         "steps": time_["steps"],
     }
+    if not is_plain:
+        row |= {"simulated_accept": options.simulated_accept, "measured_accept": time_["tokens_a_step"]}
+    result["rows"].append(row)
+    if profiled:
+        try:
+            steps = profiled_step(server, batch, context, accept, time_["ms"])
+            result["profiles"].append({"server": list(key), "batch": batch, "context": context, **steps})
+        except Exception as error:
+            _fail(result, key, profile=point, error=repr(error)[:500])
+
+
+def add_inflation(rows: list[dict]) -> None:
+    """Give each tree row `plain_ms` of the best plain backend at its point, that backend's name, and `inflation`."""
+    for row in rows:
+        plain = [
+            (other["step_ms"], other["backend_plain"])
+            for other in rows
+            if other["algorithm"] == "plain" and (other["batch"], other["context"]) == (row["batch"], row["context"])
+        ]
+        if row["algorithm"] != "plain" and plain:
+            row["plain_ms"], row["backend_plain"] = min(plain)
+            row["inflation"] = row["step_ms"] / row["plain_ms"]
+
+
+def _fail(result: dict, key: tuple, **facts) -> None:
+    result["failures"].append({"server": list(key), **facts})
+    print(key, facts, flush=True)
