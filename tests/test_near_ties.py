@@ -1,5 +1,8 @@
 """`eval near_ties`: which differences it finds, by what gaps it judges them, and when it fails."""
 
+import json
+from contextlib import contextmanager
+
 import pytest
 import torch
 from sgl_specflow.eval import near_ties
@@ -111,6 +114,53 @@ def ask(server, backend_class):
         return [outcome async for _, outcome in answer_all(backend, [Job(0, 0, None, [{"content": "ab"}], {})], 1)]
 
     return backend.run(collect())[0]
+
+
+class WithTopTokens(FakeSGLang):
+    """Nine tokens an answer, with the two likeliest of each position."""
+
+    def reply(self, path, body):
+        status, answer = super().reply(path, body)
+        if path == "/generate":
+            answer["meta_info"]["output_top_logprobs"] = [[[-0.5, 7, None], [-1.5, 9, None]]] * 9
+        return status, answer
+
+
+@pytest.mark.parametrize(
+    "tree_text, verify_steps, units, status",
+    [("answer to", 4, 9.0, 0), ("answer is", 4, 2.0, 0), ("answer is", 4, 9.0, 1), ("answer to", None, 2.0, None)],
+    ids=["equal", "near tie", "no near tie", "no speculation"],
+)
+def test_a_run_fails_for_a_gap_or_a_server_that_does_not_speculate(
+    tmp_path, monkeypatch, tree_text, verify_steps, units, status
+):
+    @contextmanager
+    def start(flags, **_):
+        assert flags[flags.index("--dtype") + 1] == "bfloat16"
+        is_tree = "--speculative-algorithm" in flags
+        server = WithTopTokens(0.0, verify_steps if is_tree else None, lambda _: tree_text if is_tree else "answer to")
+        yield server
+        server.shutdown()
+        server.server_close()
+
+    logits = torch.zeros(256)
+    logits[ord("t")], logits[ord("i")] = 16.0, 16.0 - units * UNIT
+    monkeypatch.setattr(near_ties, "start", start)
+    monkeypatch.setattr(near_ties, "mixed", lambda _, count: [[{"content": "question"}]] * count)
+    monkeypatch.setattr(near_ties, "ExactLogits", lambda _: lambda tokens: logits)
+    out = tmp_path / "out.json"
+    arguments = ["--model-path", "m", "--data", "d", "--out", str(out), "--prompts", "3", "--budgets", "16"]
+    if status is None:
+        with pytest.raises(RuntimeError, match="did not speculate"):
+            near_ties.main(arguments)
+        return
+    assert near_ties.main(arguments) == status
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["algorithm"], row["batch"], row["plain_batch"]) for row in rows] == [
+        ("plain", 8, 1), ("jetflow", 1, 1), ("jetflow", 8, 8),
+    ]  # fmt: skip
+    assert [row["identical"] for row in rows] == [3, *[3 if tree_text == "answer to" else 0] * 2]
+    assert all(item["token"] == len("answer ") for row in rows for item in row["divergences"])
 
 
 @pytest.mark.parametrize("entries, whole", [(9, True), (8, False)])
