@@ -3,13 +3,13 @@
     python -m sgl_specflow.eval throughput --model-path FOLDER --data ../shared/data \
         --out eval/results/throughput_smollm2_h200.json
 
-All servers are up at once and measured one at a time: every round asks each of them the same prompts, greedy, in groups of
-`--batch` sent together, with an empty prefix cache. Decoding is timed at the client from streamed chunks, from the
-moment when the whole group has its first chunk to its last chunk, so that prefill is not in it (`tokens_per_second`);
-`request_tokens_per_second` counts all tokens from sending on. Figures are of all rounds together; `rounds` gives
-tokens_per_second by round, so that drift shows. `step_ms` is the mean time of a step from a request's first chunk to its
-last, `inflation` that over plain decoding's, `speed_up` the ratio of tokens_per_second; at batch 1 speed_up =
-accept_length / inflation.
+All servers are up at once and measured one at a time: every round asks each of them the same prompts, greedy, in groups
+sent together (of each size of `--batches`), with an empty prefix cache. Decoding is timed at the client from streamed
+chunks, from the moment when the whole group has its first chunk to its last chunk, so that prefill is not in it
+(`tokens_per_second`); `request_tokens_per_second` counts all tokens from sending on. Figures are of all rounds together;
+`rounds` gives tokens_per_second by round, so that drift shows. `step_ms` is the mean time of a step from a request's first
+chunk to its last, `inflation` that over plain decoding's, `speed_up` the ratio of tokens_per_second; at batch 1 speed_up
+= accept_length / inflation.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dataset", default="gsm8k", help="gsm8k, mbpp or mt_bench (default: gsm8k)")
     parser.add_argument("--rows", type=int, default=64, help="prompts (default: 64)")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batches", type=numbers, default=[1], help="requests at once, comma-separated (default: 1)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
@@ -135,10 +135,10 @@ def main(arguments: list[str] | None = None) -> int:
     params = {"temperature": 0.0, "max_new_tokens": options.tokens}
     chats = test_rows(options.data, options.dataset)[: options.rows]
     jobs = [Job(i, i, None, chat, params) for i, chat in enumerate(chats)]
-    base = base_flags(options.model_path, options.dtype, options.batch, options.flags)
+    base = base_flags(options.model_path, options.dtype, max(options.batches), options.flags)
     settings = server_settings(base, options.drafters, options.budgets)
     meta = describe(options.commit) | {"dtype": options.dtype}
-    tallies = {key: Tally() for key in settings}
+    tallies = {(*key, batch): Tally() for batch in options.batches for key in settings}
     # The kernel ends a server with the thread that started it: these threads outlive the measuring.
     with ThreadPoolExecutor(len(settings)) as pool, ExitStack() as stack:
         opened = {}
@@ -148,13 +148,14 @@ def main(arguments: list[str] | None = None) -> int:
             stack.callback(_stop, opened[key])
         servers = {key: future.result() for key, future in opened.items()}
         for server in servers.values():
-            one_round(server, jobs[: options.batch], options.batch)  # warm
+            for batch in options.batches:
+                one_round(server, jobs[:batch], batch)  # warm
         for number in range(options.rounds):
-            for key, server in servers.items():
-                tallies[key].add_round(one_round(server, jobs, options.batch))
-                print(f"round {number + 1}: {key[0]} {key[1]}: {tallies[key].rounds[-1]:.1f} tokens/s", flush=True)
-    plain = tallies["plain", None]
-    rows = [row(*key, options.batch, options.dataset, tally, plain) for key, tally in tallies.items()]
+            for (drafter, budget, batch), tally in tallies.items():
+                tally.add_round(one_round(servers[drafter, budget], jobs, batch))
+                name = f"{drafter} budget {budget} batch {batch}"
+                print(f"round {number + 1}: {name}: {tally.rounds[-1]:.1f} tokens/s", flush=True)
+    rows = [row(*key, options.dataset, tally, tallies["plain", None, key[2]]) for key, tally in tallies.items()]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     for line in rows:

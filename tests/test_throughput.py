@@ -132,13 +132,14 @@ def run(tmp_path, monkeypatch, start):
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(item) + "\n" for item in rows))
     monkeypatch.setattr(throughput, "start", start)
     arguments = ["--model-path", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out.json"), "--rounds", "2"]
-    return throughput.main([*arguments, "--budgets", "16", "--drafters", "jetflow=jetflow:/head", "--batch", "2"])
+    return throughput.main([*arguments, "--budgets", "16", "--drafters", "jetflow=jetflow:/head", "--batches", "1,2"])
 
 
 def test_a_run_takes_turns_and_writes_a_row_a_server(tmp_path, monkeypatch):
     asked, started = [], []
 
     def start(flags, **_):
+        assert flags[flags.index("--max-running-requests") + 1] == "2"
         accept = 4 if "--speculative-algorithm" in flags else 1
         server = StreamingSGLang(accept)
         reply = server.reply
@@ -147,13 +148,18 @@ def test_a_run_takes_turns_and_writes_a_row_a_server(tmp_path, monkeypatch):
         return server
 
     assert run(tmp_path, monkeypatch, start) == 0
-    assert all(server.stopped and server.flushed == 3 for server in started) and len(started) == 2
-    generated = asked[8:]  # after warming: two prompts a server, each tokenised and generated
-    assert generated == ([1] * 6 + [4] * 6) * 2
-    plain, tree = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert (plain["drafter"], plain["budget"], plain["accept_length"], plain["inflation"]) == ("plain", None, 1.0, 1.0)
-    assert (tree["drafter"], tree["budget"], tree["accept_length"], tree["tokens"]) == ("jetflow", 16, 4.0, 54)
-    assert tree["prompts"] == 3 and len(tree["rounds"]) == 2
+    assert all(server.stopped and server.flushed == 2 * (1 + 2) for server in started) and len(started) == 2
+    generated = asked[12:]  # after warming: a prompt and two prompts a server, each tokenised and generated
+    assert generated == ([1] * 6 + [4] * 6) * 2 * 2
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(line["drafter"], line["budget"], line["batch"]) for line in rows] == [
+        ("plain", None, 1), ("jetflow", 16, 1), ("plain", None, 2), ("jetflow", 16, 2),
+    ]  # fmt: skip
+    assert [line["accept_length"] for line in rows] == [1.0, 4.0, 1.0, 4.0]
+    assert all(line["prompts"] == 3 and line["tokens"] == 54 and len(line["rounds"]) == 2 for line in rows)
+    assert rows[2]["plain_step_ms"] == rows[2]["step_ms"] == rows[3]["plain_step_ms"] != rows[1]["plain_step_ms"]
+    assert rows[2]["tokens_per_second"] > 1.2 * rows[0]["tokens_per_second"]  # 1.5: groups of two and one, not of one
+    tree = rows[1]
     assert tree["speed_up"] > 1.5  # 4, but for the noise of a busy machine
 
 
