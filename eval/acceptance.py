@@ -27,6 +27,34 @@ DATASETS = ("gsm8k", "mbpp", "mt_bench")
 DRAFTERS = [f"jetflow=jetflow:{HEADS / 'smollm2-135m-jetflow'}", f"ddtree=ddtree:{HEADS / 'smollm2-135m-dflash'}"]
 
 
+ServerSettings = dict[tuple[str, int | None], tuple[list[str], dict[str, str], Path | None]]
+
+
+def base_flags(model: str, dtype: str, batch: int, more: list[str]) -> list[str]:
+    """Flags that plain and tree servers share; `more` come last and win."""
+    flags = ["--model-path", model, "--dtype", dtype, "--max-running-requests", str(batch)]
+    if torch.cuda.is_available():
+        flags += ["--attention-backend", "triton", "--mem-fraction-static", "0.3", "--max-total-tokens", "32768"]
+    return flags + more
+
+
+def server_settings(base: list[str], drafters: list[str], budgets: list[int]) -> ServerSettings:
+    """Flags, environment and head of each server by (drafter, budget); ("plain", None) is the first.
+
+    drafters: NAME=ALGORITHM:HEAD[:WEAVER] each.
+    """
+    servers: ServerSettings = {("plain", None): (base, {}, None)}
+    for text in drafters:
+        name, _, rest = text.partition("=")
+        algorithm, head, *weaver = rest.split(":")
+        for budget in budgets:
+            flags = [*base, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
+            flags += ["--speculative-num-draft-tokens", str(budget)]
+            environment = {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": weaver[0]})} if weaver else {}
+            servers[name, budget] = flags, environment, Path(head)
+    return servers
+
+
 def row(
     drafter: str, head: Path | None, budget: int | None, dataset: str, batch: int, done: list[Answer], seconds
 ) -> dict:
@@ -75,21 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
         name: [Job(i, i, None, chat, params) for i, chat in enumerate(test_rows(options.data, name)[: options.rows])]
         for name in options.datasets
     }
-    base = ["--model-path", options.model_path, "--dtype", options.dtype]
-    base += ["--max-running-requests", str(options.batch)]
-    if torch.cuda.is_available():
-        base += ["--attention-backend", "triton", "--mem-fraction-static", "0.3", "--max-total-tokens", "32768"]
-    base += options.flags
-    servers: dict[tuple, tuple[list[str], dict, Path | None]] = {("plain", None): (base, {}, None)}
-    for text in options.drafters:
-        name, _, rest = text.partition("=")
-        algorithm, head, *weaver = rest.split(":")
-        for budget in options.budgets:
-            flags = [*base, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
-            flags += ["--speculative-num-draft-tokens", str(budget)]
-            environment = {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": weaver[0]})} if weaver else {}
-            servers[name, budget] = flags, environment, Path(head)
-
+    base = base_flags(options.model_path, options.dtype, options.batch, options.flags)
+    servers = server_settings(base, options.drafters, options.budgets)
     kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     result = {"meta": describe(options.commit), "rows": [old for old in kept if old.get("engine") != "sglang"]}
     alone = threading.Lock()

@@ -26,11 +26,13 @@ HEAD_OF = {"jetflow": "smollm2-135m-jetflow", "ddtree": "smollm2-135m-dflash"}
 REQUEST_SECONDS = 3600
 
 
-def answers_in_order(server: Server, jobs: list[Job], batch: int) -> list[Answer]:
+def answers_in_order(
+    server: Server, jobs: list[Job], batch: int, backend_class: type[ServerBackend] = ServerBackend
+) -> list:
     """Every job's answer, `batch` of them in flight. Raises RuntimeError where the server refuses or fails one."""
-    backend = ServerBackend(server.url, request_seconds=REQUEST_SECONDS)
+    backend = backend_class(server.url, request_seconds=REQUEST_SECONDS)
 
-    async def collect() -> list[Answer]:
+    async def collect() -> list:
         done = {}
         async for job, outcome in answer_all(backend, jobs, concurrency=batch):
             if isinstance(outcome, RequestFailed):

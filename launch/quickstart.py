@@ -55,9 +55,9 @@ class Comparison:
 EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 
 
-def server_flags(model: str, on_gpu: bool) -> list[str]:
+def server_flags(model: str, on_gpu: bool, dtype: str = "float32") -> list[str]:
     """Flags of both servers. The CPU platform brings its own device, attention and sampling defaults."""
-    flags = ["--model-path", model, "--dtype", "float32", "--max-running-requests", "8", "--max-total-tokens", "16384"]
+    flags = ["--model-path", model, "--dtype", dtype, "--max-running-requests", "8", "--max-total-tokens", "16384"]
     if on_gpu:
         # FlashAttention and FlashInfer have no float32.
         flags += ["--attention-backend", "triton", "--mem-fraction-static", "0.3"]

@@ -1,0 +1,182 @@
+"""Where greedy tree decoding in bfloat16 leaves plain decoding, and by what gap of the logits: near ties and no more.
+
+    python -m sgl_specflow.eval near_ties --model-path FOLDER --data ../shared/data --out eval/results/near_ties.json
+
+In float32 the two agree token for token (eval lossless). In bfloat16 the same sum taken in another order (another batch
+size, another number of query rows) rounds otherwise, and where two logits lie closer than that, the greedy choice may
+turn. For each prompt whose tokens differ this gives the first position of difference, the two tokens, and the gap of
+their logits: by the plain server and by the tree server as they decoded (`gap_bf16`, `gap_bf16_tree`; each is at least
+0, since each server chose its own token; null where the other token is none of its five likeliest), and by the same
+weights in float32 over the common prefix (`gap_float32`, in Hugging Face Transformers: log-probabilities of a server
+would not say how large the logits are). The control is plain decoding against itself at another batch size.
+
+A gap is also given in units of the top logit's rounding to bfloat16, |logit| * 2^-8 (`units`). The exit status is 1 if
+a tree's divergence exceeds LARGEST_UNITS. Answers are not compared after their first difference.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from sgl_specflow.eval.backends import Decoded, TopTokenBackend
+from sgl_specflow.eval.lossless import HEAD_OF, HEADS, answers_in_order
+from sgl_specflow.eval.prompts import mixed
+from sgl_specflow.eval.record import describe
+from sgl_specflow.launch.generation import Job
+from sgl_specflow.launch.quickstart import server_flags
+from sgl_specflow.launch.server import start
+
+BFLOAT16_ROUNDING = 2.0**-8
+"""The largest relative error of one rounding to bfloat16, which keeps eight bits."""
+
+LARGEST_UNITS = 4.0
+"""Largest gap that counts as a near tie, in roundings of the top logit. A logit is off by one for its own rounding, and by
+about one more for the bfloat16 hidden state that it is a product of; that makes two for each of the two logits."""
+
+Logits = Callable[[list[int]], torch.Tensor]
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """The first position where two answers differ, an answer that ends before the other included; None if equal."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def divergence(index: int, plain: Decoded, tree: Decoded, exact: Logits) -> dict | None:
+    """Prompt `index`'s first difference and its gaps (natural log units); None if the answers are equal.
+
+    Where one answer merely ends before the other, the missing token and all gaps are None.
+    """
+    at = first_difference(plain.tokens, tree.tokens)
+    if at is None:
+        return None
+    ours, theirs = (answer.tokens[at] if at < len(answer.tokens) else None for answer in (plain, tree))
+    found = {"prompt": index, "token": at, "plain_token": ours, "tree_token": theirs}
+    gaps = dict.fromkeys(("gap_float32", "gap_bf16", "gap_bf16_tree", "top_logit", "units"))
+    if ours is not None and theirs is not None:
+        logits = exact(plain.prompt + plain.tokens[:at])
+        gaps["gap_float32"] = (logits[ours] - logits[theirs]).abs().item()
+        gaps["gap_bf16"] = _gap(plain.top[at], ours, theirs)
+        gaps["gap_bf16_tree"] = _gap(tree.top[at], theirs, ours)
+        gaps["top_logit"] = logits.max().item()
+        gaps["units"] = gaps["gap_float32"] / (abs(gaps["top_logit"]) * BFLOAT16_ROUNDING)
+    return found | gaps
+
+
+def _gap(top: dict[int, float], chosen: int, other: int) -> float | None:
+    return top[chosen] - top[other] if chosen in top and other in top else None
+
+
+def compare(plain: list[Decoded], tree: list[Decoded], exact: Logits) -> dict:
+    """The part of a row that two lists of answers to the same prompts give."""
+    found = [divergence(i, a, b, exact) for i, (a, b) in enumerate(zip(plain, tree, strict=True))]
+    divergences = [item for item in found if item is not None]
+    unequal = {item["prompt"]: item["token"] for item in divergences}
+    return {
+        "prompts": len(plain),
+        "identical": len(plain) - len(divergences),
+        "tokens_compared": sum(unequal.get(i, len(answer.tokens)) for i, answer in enumerate(plain)),
+        "divergences": divergences,
+        "largest_gap": max((item["gap_float32"] or 0.0 for item in divergences), default=0.0),
+        "largest_units": max((item["units"] or 0.0 for item in divergences), default=0.0),
+    }
+
+
+def unexplained(rows: list[dict]) -> list[dict]:
+    """Divergences of tree servers that are no near ties: beyond LARGEST_UNITS, or an answer that merely ended."""
+    trees = [item for row in rows if row["algorithm"] != "plain" for item in row["divergences"]]
+    return [item for item in trees if item["units"] is None or item["units"] > LARGEST_UNITS]
+
+
+class ExactLogits:
+    """The model in float32, in this process."""
+
+    def __init__(self, model: str):
+        from transformers import AutoModelForCausalLM
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+        self.model.to(self.device).eval()
+
+    @torch.inference_mode()
+    def __call__(self, tokens: list[int]) -> torch.Tensor:
+        """Logits after `tokens`, float32 [vocabulary], on the CPU."""
+        return self.model(torch.tensor([tokens], device=self.device), logits_to_keep=1).logits[0, -1].cpu()
+
+
+def summary(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        name = "control: plain" if row["algorithm"] == "plain" else f"{row['algorithm']} budget {row['budget']}"
+        lines.append(
+            f"{name} at batch {row['batch']} against plain at batch {row['plain_batch']}: {row['identical']} of "
+            f"{row['prompts']} identical; largest float32 gap {row['largest_gap']:.4f}, "
+            f"{row['largest_units']:.2f} roundings of the top logit"
+        )
+    trees = [row for row in rows if row["algorithm"] != "plain"]
+    lines.append(
+        f"near_ties: divergences={sum(len(row['divergences']) for row in trees)} "
+        f"largest_gap={max(row['largest_gap'] for row in trees):.4f} "
+        f"largest_units={max(row['largest_units'] for row in trees):.2f} allowed_units={LARGEST_UNITS} "
+        f"unexplained={len(unexplained(rows))}"
+    )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval near_ties", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--heads", type=Path, default=HEADS, help="folder of the heads (default: the shipped ones)")
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=["jetflow"])
+    parser.add_argument("--budgets", type=numbers, default=[16, 64])
+    parser.add_argument("--batches", type=numbers, default=[1, 8], help="the first is the control's reference")
+    parser.add_argument("--parallel", type=int, default=1, help="servers at once; several fit one GPU (default: 1)")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
+    parser.add_argument("--commit")
+    parser.add_argument("flags", nargs="*", help="further server flags, after --")
+    options = parser.parse_args(arguments)
+
+    params = {"temperature": 0.0, "max_new_tokens": options.tokens}
+    jobs = [Job(i, i, None, messages, params) for i, messages in enumerate(mixed(options.data, options.prompts))]
+    base = [*server_flags(options.model_path, torch.cuda.is_available(), "bfloat16"), *options.flags]
+    servers: dict[tuple[str, int | None], list[str]] = {("plain", None): base}
+    for algorithm in options.algorithms:
+        for budget in options.budgets:
+            flags = [*base, "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(budget)]
+            flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]
+            servers[algorithm, budget] = flags
+
+    def decode(key: tuple[str, int | None]) -> dict[int, list[Decoded]]:
+        log = options.logs / f"near-ties-{key[0]}-{key[1]}.log"
+        with start(servers[key], log=log, timeout=900) as server:
+            answers = {batch: answers_in_order(server, jobs, batch, TopTokenBackend) for batch in options.batches}
+        if key[0] != "plain" and not all(answer.verify_steps for done in answers.values() for answer in done):
+            raise RuntimeError(f"the server of {key} reports no verify step for a prompt: it did not speculate")
+        return answers
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        decoded = dict(zip(servers, pool.map(decode, servers)))
+    exact, plain, rows = ExactLogits(options.model_path), decoded["plain", None], []
+    for (algorithm, budget), by_batch in decoded.items():
+        for batch, answers in by_batch.items():
+            against = options.batches[0] if algorithm == "plain" else batch
+            if (algorithm, batch) == ("plain", against):
+                continue
+            row = {"algorithm": algorithm, "budget": budget, "batch": batch, "plain_batch": against}
+            rows.append(row | compare(plain[against], answers, exact))
+    meta = describe(options.commit) | {"dtype": "bfloat16", "allowed_units": LARGEST_UNITS}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    print(summary(rows))
+    return 1 if unexplained(rows) else 0
