@@ -70,7 +70,7 @@ def _rows(folder: Path, head: HeadConfig, lengths: dict, counts: dict[str, int])
     rows = []
     for method, of_source in lengths.items():
         kind, _, budget = method.partition("-")
-        drafter = {"tree": "jetflow" if head.causal_head else "ddtree", "chain": "dflash"}.get(kind, "jetflow")
+        drafter = "jetflow" if head.causal_head else {"tree": "ddtree", "chain": "dflash"}[kind]
         for dataset, count in counts.items():
             rows.append(
                 {

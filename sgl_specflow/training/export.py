@@ -28,6 +28,7 @@ Public DFlash format (`config.json`, safetensors; embedding and LM head are the 
 - **Data**: {data_note}
 - **Training**: {loss}, teacher temperature {temperature}, {steps} steps ({minutes:.1f} minutes), {anchors} blocks of
   {block_size} a step, {optimizer} at {learning_rate}; {epochs} passes over the data. Last loss {last_loss:.3f} nats.
+  From {start}.
 - **Size**: {layers} layers, {parameters:.1f} million parameters; target layers {target_layers}; mask token {mask}.
 
 Held-out prompts of the train splits, greedy, offline (tokens a verify pass, the bonus token included):
@@ -48,6 +49,7 @@ def facts(config: TrainConfig, head: HeadConfig, trainer, responses: list[Respon
         "causal": head.causal_head,
         "loss": config.loss,
         "data": data,
+        "start": _start(config.initial),
         "steps": trainer.progress.step,
         "minutes": trainer.progress.minutes,
         "epochs": losses[-1]["epochs"] if losses else 0,
@@ -95,5 +97,16 @@ def model_card(name: str, head: HeadConfig, tensors: dict[str, torch.Tensor], ru
         target_layers=list(head.target_layer_ids),
         mask=head.mask_token_id,
         accept="\n".join(header + rows),
+        start=run["start"],
         **{key: run[key] for key in ("date", "device", "torch", "loss", "steps", "minutes", "epochs", "last_loss")},
     )
+
+
+def _start(initial: str) -> str:
+    """What a run's weights began as, in words."""
+    if not initial:
+        return "random weights"
+    run = Path(initial) / TRAINING
+    if not run.exists():
+        return f"the weights of {Path(initial).name}"
+    return "an earlier head of {steps} steps ({minutes:.1f} minutes, {date})".format(**json.loads(run.read_text()))
