@@ -1,7 +1,7 @@
 """The shipped heads on the real SmolLM2-135M-Instruct, greedy, float32: identical to plain decoding, and they help.
 
 The whole proof (64 prompts, 96 tokens, more budgets, page sizes and batch sizes) is `python -m sgl_specflow.eval
-lossless`; its result is eval/results/lossless_smollm2_cpu.json.
+lossless`; its result is eval/results/lossless_smollm2_h200.json.
 """
 
 import os

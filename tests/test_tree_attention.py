@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ class Case:
 
 
 def small(pieces: int, block_m: int = 16, block_n: int = 16) -> TreeAttentionConfig:
-    return TreeAttentionConfig(block_m, block_n, num_warps=4, num_stages=2, pieces=pieces)
+    return TreeAttentionConfig(block_m, block_n, num_warps=4, num_stages=2, pieces=pieces, min_tiles=1)
 
 
 CASES = [
@@ -56,6 +56,7 @@ CASES = [
     Case("all_prefixes_empty", prefix=(0, 0), config=small(4)),
     Case("one_node", prefix=(18,), nodes=1, config=small(2)),
     Case("more_pieces_than_tiles", prefix=(3, 20), config=small(64)),
+    Case("pieces_of_three_tiles_at_least", prefix=(150, 3, 40), config=replace(small(9), min_tiles=3)),
     Case("one_piece_each", prefix=(50, 9), config=small(1)),
     Case("one_long_request_among_short", prefix=(2, 90, 0, 4), nodes=3, heads=(2, 1), config=small(5)),
     Case("padding_nodes_see_themselves", prefix=(21, 0), nodes=12, padding=5, config=small(4)),

@@ -27,13 +27,15 @@ INTERPRETER_MULTIPROCESSORS = 16
 
 @dataclass(frozen=True)
 class TreeAttentionConfig:
-    """Tile sizes and launch options; `pieces` is how many pieces all requests' keys together are cut into."""
+    """Tile sizes and launch options; `pieces` is how many pieces all requests' keys together are cut into, `min_tiles`
+    the least that a piece holds where its request has as many: below it, merging costs more than cutting saves."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     pieces: int
+    min_tiles: int = 4
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,12 @@ def _cut_requests(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    MIN_TILES: tl.constexpr,
 ):
     """Per request, as vectors of BLOCK_R: its first tile, number of tiles, and number of work items.
 
-    A request gets ceil(its tiles / share) items with share = ceil(all tiles / pieces): at most
-    pieces + num_requests - 1 items in all, and never more than one each when pieces == 1.
+    A request gets ceil(its tiles / share) items with share = ceil(all tiles / pieces), or MIN_TILES if that is more: at
+    most pieces + num_requests - 1 items in all, and never more than one each when pieces == 1.
     """
     request = tl.arange(0, BLOCK_R)
     exists = request < num_requests
@@ -97,13 +100,37 @@ def _cut_requests(
     if WINDOW >= 0:  # A node's depth is at least 0, so nothing below length - WINDOW is in anyone's window.
         first_tile = tl.maximum(end - start - WINDOW, 0) // BLOCK_N
     tiles = tl.where(exists, tl.cdiv(end - start + num_nodes, BLOCK_N) - first_tile, 0)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), pieces), 1)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), pieces), MIN_TILES)
     return request, first_tile, tiles, tl.cdiv(tiles, share)
 
 
 @triton.jit
 def _pick(vector, chosen):
     return tl.sum(tl.where(chosen, vector, 0), 0)
+
+
+@triton.jit
+def _slots_of_tile(prefix_slots, node_slots, tile, length, num_nodes, BLOCK_N: tl.constexpr):
+    """The keys of one tile, int32 and int64 [BLOCK_N]: number in the request's sequence, and pool slot (0 past its end)."""
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    slots = tl.load(prefix_slots + key, mask=key < length, other=0).to(tl.int64)
+    in_tree = (key >= length) & (key < length + num_nodes)
+    return key, slots + tl.load(node_slots + key - length, mask=in_tree, other=0).to(tl.int64)
+
+
+@triton.jit
+def _ancestor_bits(rows, row_exists, key_node, num_words, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_M, BLOCK_N]: 1 where the row's node has key_node among its ancestors, for key_node in the tree.
+
+    rows: pointers to each row's first word. A tile's nodes lie in few neighbouring words, each read once a row.
+    """
+    first = tl.maximum(tl.min(key_node, 0), 0) >> 5
+    bits = tl.zeros([rows.shape[0], BLOCK_N], tl.int32)
+    for step in tl.static_range(0, (BLOCK_N + 30) // 32 + 1):
+        word = tl.load(rows + first + step, mask=row_exists & (first + step < num_words), other=0)
+        here = (key_node >> 5) == first + step
+        bits = tl.where(here[None, :], word[:, None], bits)
+    return (bits >> (key_node & 31)[None, :]) & 1
 
 
 @triton.jit
@@ -155,6 +182,7 @@ def _tree_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY_MERGE: tl.constexpr,
 ):
@@ -162,7 +190,7 @@ def _tree_attention_kernel(
         gdc_launch_dependents()
     work = tl.program_id(2)
     request_ids, first_tiles, tile_counts, item_counts = _cut_requests(
-        prefix_indptr, num_requests, num_nodes, pieces, WINDOW, BLOCK_N, BLOCK_R
+        prefix_indptr, num_requests, num_nodes, pieces, WINDOW, BLOCK_N, BLOCK_R, MIN_TILES
     )
     items_end = tl.cumsum(item_counts, 0)
     request = tl.sum((items_end <= work).to(tl.int32), 0)
@@ -211,10 +239,8 @@ def _tree_attention_kernel(
         first_open = tl.cdiv(tl.maximum(length + tl.max(query_depth, 0) - WINDOW, 0), BLOCK_N)
         open_begin = tl.minimum(tl.maximum(tile_begin, first_open), tile_end)
     open_end = tl.maximum(tl.minimum(tile_end, length // BLOCK_N), open_begin)
-    # A tile's slots are fetched one iteration early: the pipeliner then issues K and V copies with no load before them.
-    last_open = tl.maximum(open_end - 1, open_begin)
-    slots = tl.load(prefix_slots + open_begin * BLOCK_N + key_lane, mask=open_begin < open_end, other=0).to(tl.int64)
     for tile in tl.range(open_begin, open_end):
+        slots = tl.load(prefix_slots + tile * BLOCK_N + key_lane).to(tl.int64)
         keys = tl.load(k_head + slots[None, :] * stride_k_slot).to(queries.dtype)
         logits = tl.dot(queries, keys, input_precision=PRECISION)
         if HAS_CAP:
@@ -230,31 +256,32 @@ def _tree_attention_kernel(
         values = tl.load(v_head + slots[:, None] * stride_v_slot).to(queries.dtype)
         mixed = tl.dot(weights.to(queries.dtype), values, mixed, input_precision=PRECISION)
         peak = new_peak
-        slots = tl.load(prefix_slots + tl.minimum(tile + 1, last_open) * BLOCK_N + key_lane).to(tl.int64)
 
-    # The tiles before and after those.
+    # The tiles before and after those. A tile's slots are read while the one before it is worked on.
     before = open_begin - tile_begin
-    for masked in tl.range(0, before + tile_end - open_end, num_stages=1):
-        tile = tl.where(masked < before, tile_begin + masked, open_end + masked - before)
-        key = tile * BLOCK_N + key_lane
+    masked_tiles = before + tile_end - open_end
+    first_masked = tl.where(before > 0, tile_begin, open_end)
+    key, slots = _slots_of_tile(prefix_slots, node_slots, first_masked, length, num_nodes, BLOCK_N)
+    for masked in tl.range(0, masked_tiles, num_stages=1):
         in_prefix = key < length
         key_node = key - length
         in_tree = (key_node >= 0) & (key_node < num_nodes)
-        slots = tl.load(prefix_slots + key, mask=in_prefix, other=0).to(tl.int64)
-        slots += tl.load(node_slots + key_node, mask=in_tree, other=0).to(tl.int64)
-        words = tl.load(
-            ancestors + (node * stride_ancestors_node)[:, None] + (key_node >> 5)[None, :],
-            mask=row_exists[:, None] & in_tree[None, :],
-            other=0,
+        exists = in_prefix | in_tree
+        keys = tl.load(k_head + slots[None, :] * stride_k_slot, mask=exists[None, :], other=0.0)
+        values = tl.load(v_head + slots[:, None] * stride_v_slot, mask=exists[:, None], other=0.0)
+        bits = _ancestor_bits(
+            ancestors + node * stride_ancestors_node, row_exists, key_node, tl.cdiv(num_nodes, 32), BLOCK_N
         )
-        allowed = in_prefix[None, :] | (((words >> (key_node & 31)[None, :]) & 1) != 0)
+        allowed = in_prefix[None, :] | (in_tree[None, :] & (bits != 0))
         if WINDOW >= 0:
             # Positions less the prefix length: a node's is its depth, a prefix key's is negative.
             node_depth = tl.load(depth + key_node, mask=in_tree, other=0).to(tl.int32)
             key_depth = tl.where(in_tree, node_depth, key_node)
             allowed = allowed & (query_depth[:, None] - key_depth[None, :] <= WINDOW)
-        exists = in_prefix | in_tree
-        keys = tl.load(k_head + slots[None, :] * stride_k_slot, mask=exists[None, :], other=0.0).to(queries.dtype)
+        following = tl.where(masked + 1 < before, tile_begin + masked + 1, open_end + masked + 1 - before)
+        key, slots = _slots_of_tile(prefix_slots, node_slots, following, length, num_nodes, BLOCK_N)
+        keys = keys.to(queries.dtype)
+        values = values.to(queries.dtype)
         logits = tl.dot(queries, keys, input_precision=PRECISION)
         logits = tl.where(allowed, _base2_logits(logits, scale, logit_cap, HAS_CAP), float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
@@ -263,7 +290,6 @@ def _tree_attention_kernel(
         decay = tl.exp2(peak - finite_peak)
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None]
-        values = tl.load(v_head + slots[:, None] * stride_v_slot, mask=exists[:, None], other=0.0).to(queries.dtype)
         mixed = tl.dot(weights.to(queries.dtype), values, mixed, input_precision=PRECISION)
         peak = new_peak
 
@@ -304,6 +330,7 @@ def _merge_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     EARLY_MERGE: tl.constexpr,
@@ -311,7 +338,7 @@ def _merge_kernel(
     """Weigh a request's partial outputs by 2^lse. A request with one item was finished by the first kernel."""
     request = tl.program_id(1)
     request_ids, _, _, item_counts = _cut_requests(
-        prefix_indptr, num_requests, num_nodes, pieces, WINDOW, BLOCK_N, BLOCK_R
+        prefix_indptr, num_requests, num_nodes, pieces, WINDOW, BLOCK_N, BLOCK_R, MIN_TILES
     )
     items = _pick(item_counts, request_ids == request)
     if items == 1:
@@ -369,14 +396,18 @@ def _has_dependent_launch(device: torch.device) -> bool:
 
 
 def _tile_shape(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(block_m, block_n, num_warps, num_stages) for `rows` query rows a kv head and the larger head dimension."""
+    """(block_m, block_n, num_warps, num_stages) for `rows` query rows a kv head and the larger head dimension.
+
+    A tile's slots are read before its keys: of five stages Triton's pipeliner gives two to the slots and two to K and V.
+    """
     if dtype == torch.float32:  # IEEE products run on the CUDA cores; larger tiles spill registers.
         return (16, 32, 8, 2) if dim <= 64 else (16, 16, 8, 2)
+    block_n = 64 if dim <= 128 else 32
     if rows <= 16:
-        return (16, 64, 4, 3) if dim <= 128 else (16, 32, 4, 3)
+        return 16, block_n, 4, 5
     if dim > 128:
-        return (64, 64, 8, 2)
-    return (64, 64, 4, 3) if rows <= 64 else (128, 64, 8, 3)
+        return 64, block_n, 8, 5
+    return (64, block_n, 4, 5) if rows <= 64 else (128, block_n, 8, 5)
 
 
 @functools.cache
@@ -496,6 +527,7 @@ def tree_attention_triton(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_R=block_r,
+        MIN_TILES=config.min_tiles,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         EARLY_MERGE=early_merge,
         num_warps=config.num_warps,
@@ -519,6 +551,7 @@ def tree_attention_triton(
             HAS_SINKS=sinks is not None,
             BLOCK_N=config.block_n,
             BLOCK_R=block_r,
+            MIN_TILES=config.min_tiles,
             ROWS=MERGE_ROWS,
             ITEMS=MERGE_ITEMS,
             EARLY_MERGE=early_merge,
