@@ -19,7 +19,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import choices_near, token_trees
-from sgl_specflow.kernels.tree_step import accept_and_plan, best_tokens, empty_tree, tree_from_marginals
+from sgl_specflow.kernels.tree_step import (
+    accept_and_plan,
+    best_tokens,
+    empty_tree,
+    force_path,
+    pack_rows,
+    stage_bits,
+    tree_from_marginals,
+    window_slots,
+)
+from sgl_specflow.kernels.tree_step import force as force_module
 from sgl_specflow.kernels.tree_step import tree_build as tree_build_module
 from test_tree import marginals
 
@@ -272,6 +282,77 @@ def test_acceptance_on_the_gpu(tree, seed, max_depth):
     assert_accepts(tree, seed, max_depth, "cuda")
 
 
+# --- a forced choice ---
+
+
+def assert_forces(tree, length, device):
+    moved = TokenTree(*(getattr(tree, field.name).to(device) for field in fields(TokenTree)))
+    choice = force_path(moved, length)
+    assert torch.equal(choice.cpu(), force_module._force_torch(tree, length))
+    accepted = accept(tree, choice.cpu(), 300)
+    assert accepted.length.tolist() == [min(length, int(depth) + 1) for depth in tree.depth.amax(1)]
+
+
+@interpreter
+@settings(max_examples=60, deadline=None)
+@given(token_trees(), st.integers(1, 12))
+def test_interpreted_forced_choice(tree, length):
+    assert_forces(tree, length, "cpu")
+
+
+@gpu
+@settings(max_examples=60, deadline=None)
+@given(token_trees(max_budget=256), st.integers(1, 12))
+def test_forced_choice_on_the_gpu(tree, length):
+    assert_forces(tree, length, "cuda")
+
+
+# --- staging ---
+
+STAGE_CASES = [(1, 1), (3, 33), (5, 64), (2, 200)]  # requests, nodes
+
+
+def assert_stages(requests, nodes, device):
+    generator = torch.Generator().manual_seed(nodes)
+    table = torch.randint(1, 10**6, (9, 5000), generator=generator, dtype=torch.int32)
+    rows = torch.randperm(9, generator=generator)[:requests]
+    lengths = torch.randint(0, 4700, (requests,), generator=generator)
+    on = [tensor.to(device) for tensor in (table, rows, lengths)]
+    window = [table[row, length : length + nodes].tolist() for row, length in zip(rows, lengths)]
+    assert window_slots(*on, nodes).tolist() == window
+
+    prefix = torch.cat([table[row, :length] for row, length in zip(rows, lengths)])
+    indptr = torch.full((requests + 1,), -1, dtype=torch.int32, device=device)
+    slots = torch.full((prefix.numel() + 8,), -1, dtype=torch.int32, device=device)
+    pack_rows(*on, indptr, slots)
+    assert indptr.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert torch.equal(slots.cpu(), torch.cat([prefix, torch.full((8,), -1, dtype=torch.int32)]))
+
+    words = -(-nodes // 32)
+    ancestors = torch.randint(-(2**31), 2**31, (requests, nodes, words), generator=generator).to(torch.int32)
+    depth = torch.randint(0, 16, (nodes,), generator=generator).expand(requests, -1)
+    out = torch.zeros(2, requests + 2, nodes, words, dtype=torch.int32, device=device)
+    levels = torch.full((requests + 2, nodes), -1, device=device)
+    stage_bits(ancestors.to(device), depth.to(device), out[0], out[1], levels)
+    bit = torch.arange(nodes)
+    seen = ((out[..., bit // 32] >> (bit % 32).to(device)) & 1).bool().cpu()
+    given_bits = ((ancestors[..., bit // 32] >> (bit % 32)) & 1).bool()
+    wanted = torch.cat([given_bits, torch.eye(nodes, dtype=torch.bool).expand(2, -1, -1)])
+    assert torch.equal(seen[0], wanted) and torch.equal(seen[1], wanted.tril())
+    assert torch.equal(levels.cpu(), torch.cat([depth, torch.zeros(2, nodes, dtype=torch.int64)]))
+
+
+@pytest.mark.parametrize("case", STAGE_CASES, ids=str)
+def test_interpreted_or_torch_staging(case):
+    assert_stages(*case, "cpu")
+
+
+@gpu
+@pytest.mark.parametrize("case", STAGE_CASES, ids=str)
+def test_staging_on_the_gpu(case):
+    assert_stages(*case, "cuda")
+
+
 @parent_process
 def test_the_triton_kernels_hold_in_the_interpreter():
     run = subprocess.run(
@@ -281,4 +362,4 @@ def test_the_triton_kernels_hold_in_the_interpreter():
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{len(TOKEN_CASES) + 1} passed" in run.stdout, run.stdout
+    assert f"{len(TOKEN_CASES) + len(STAGE_CASES) + 2} passed" in run.stdout, run.stdout

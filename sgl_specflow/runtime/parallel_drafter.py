@@ -6,6 +6,7 @@ whose attention pattern is given as bits (`TreeInput`).
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -205,6 +206,7 @@ class ParallelDrafter:
         return output.logits_output.hidden_states.view(requests, nodes, -1), output.can_run_graph
 
 
+@lru_cache
 def _columns(requests: int, nodes: int, budget: int, device) -> torch.Tensor:
     """Flat indices of the window's first `nodes` columns."""
     rows = torch.arange(requests, device=device) * budget

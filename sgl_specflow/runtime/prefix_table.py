@@ -2,7 +2,7 @@
 
 import torch
 
-_COPY_BLOCKS = 16  # programs that share the copy of one request's row
+from sgl_specflow.kernels.tree_step import pack_rows
 
 
 def pack_prefix(req_to_token: torch.Tensor, forward_batch, out=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,20 +17,12 @@ def pack_prefix(req_to_token: torch.Tensor, forward_batch, out=None) -> tuple[to
         prefix_indptr int32 [R + 1] and prefix_slots int32; entries past prefix_indptr[R] mean nothing.
     """
     rows, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-    indptr = torch.zeros(rows.numel() + 1, dtype=torch.int32, device=rows.device) if out is None else out.prefix_indptr
-    indptr[1:] = lengths.cumsum(0)
-    if rows.device.type == "cpu":
-        slots = [req_to_token[row, :length] for row, length in zip(rows.tolist(), lengths.tolist())]
-        return indptr, torch.cat(slots)
-    # Whole rows where there is no buffer: the host's lengths may lag behind the device's, and a copy must not overrun.
-    slots = (
-        torch.empty(rows.numel() * req_to_token.shape[1], dtype=torch.int32, device=rows.device)
-        if out is None
-        else out.prefix_slots
-    )
-    from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
-
-    create_flashinfer_kv_indices_triton[(rows.numel(), _COPY_BLOCKS)](
-        req_to_token, rows, lengths, indptr, None, slots, req_to_token.stride(0), TOKEN_BLOCK_PARALLEL=True
-    )
+    if out is not None:
+        indptr, slots = out.prefix_indptr, out.prefix_slots
+    else:
+        indptr = torch.empty(rows.numel() + 1, dtype=torch.int32, device=rows.device)
+        # Whole rows: the host's lengths may lag behind the device's, and a copy must not overrun.
+        room = int(lengths.sum()) if rows.device.type == "cpu" else rows.numel() * req_to_token.shape[1]
+        slots = torch.empty(room, dtype=torch.int32, device=rows.device)
+    pack_rows(req_to_token, rows, lengths, indptr, slots)
     return indptr, slots

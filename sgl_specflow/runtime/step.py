@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_specflow.kernels.tree_step import window_slots
+
 
 @dataclass
 class StepWindow:
@@ -28,9 +30,8 @@ class StepWindow:
         if committed.is_cuda:
             # Under overlap it may come from another stream.
             committed.record_stream(torch.cuda.current_stream())
-        offsets = torch.arange(budget, device=committed.device)
         table = model_runner.req_to_token_pool.req_to_token
-        slots = table[batch.req_pool_indices[:, None], committed[:, None] + offsets].to(torch.int64)
+        slots = window_slots(table, batch.req_pool_indices, committed, budget)
         host_lengths = batch.seq_lens_cpu
         plan = model_runner.kv_index_translator.plan(
             req_pool_indices=batch.req_pool_indices,

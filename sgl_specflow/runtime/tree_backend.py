@@ -10,7 +10,6 @@ finished request's row to a new one.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
@@ -18,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.plugins.hook_registry import HookType
 
 from sgl_specflow.kernels.tree_attention import tree_attention
+from sgl_specflow.kernels.tree_step import stage_bits
 from sgl_specflow.runtime.names import is_tree_algorithm
 from sgl_specflow.runtime.prefix_table import pack_prefix
 from sgl_specflow.tree.token_tree import pack_bits
@@ -62,26 +62,15 @@ class TreeMetadata:
 
     def fill(self, tree_input, requests: int) -> None:
         """Take a pass's tree; requests past the input's own (graph padding) see only themselves."""
-        live = 0 if tree_input.ancestors is None else tree_input.ancestors.shape[0]
-        nodes = self.depth.shape[1]
-        if live:
-            self.ancestors[:live].copy_(tree_input.ancestors)
-            self.depth[:live].copy_(tree_input.depth)
-        if live < requests:
-            self.ancestors[live:requests].copy_(_alone(requests - live, nodes, self.depth.device))
-            self.depth[live:requests].zero_()
-        torch.bitwise_and(self.ancestors, _not_later(nodes, self.depth.device), out=self.causal)
+        ancestors, depth = tree_input.ancestors, tree_input.depth
+        if ancestors is None:
+            ancestors, depth = self.ancestors[:0], self.depth[:0]
+        stage_bits(ancestors, depth, self.ancestors[:requests], self.causal[:requests], self.depth[:requests])
 
 
 def _alone(requests: int, nodes: int, device: torch.device) -> torch.Tensor:
     """Bits under which each node sees itself only."""
     return pack_bits(torch.eye(nodes, dtype=torch.bool, device=device)).expand(requests, -1, -1).contiguous()
-
-
-@lru_cache
-def _not_later(nodes: int, device: torch.device) -> torch.Tensor:
-    """Bits [N, W] under which node i sees nodes 0 to i."""
-    return pack_bits(torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril())
 
 
 def _metadata(backend, forward_batch) -> TreeMetadata:

@@ -1,0 +1,148 @@
+"""The Triton kernels compile for Hopper where no GPU is: the interpreter, which the other tests use here, takes code that
+the compiler refuses, and says nothing of registers.
+
+A stand-in for Triton's driver names the target, and every launch stops once its kernel is compiled.
+"""
+
+import importlib
+import os
+import subprocess
+
+import pytest
+import torch
+import triton
+from sgl_specflow.kernels.gdn_tree import conv
+from sgl_specflow.kernels.tree_attention import select_config, triton_kernel
+from sgl_specflow.kernels.tree_step import accept_and_plan, best_tokens, empty_tree, force_path, stage
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sgl_specflow.drafter.weaver import triton_steps
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+HOPPER_MULTIPROCESSORS = 132
+
+
+class HopperDriver:
+    """What Triton asks of its driver before it compiles."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Kernels compiled so far, in the order of their launches."""
+    kernels = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", HopperDriver())
+    return kernels
+
+
+def spilled_bytes(kernel, folder) -> int:
+    """Local memory of a compiled kernel: registers that did not fit."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return int(usage.split("LOCAL:")[1].split()[0])
+
+
+ATTENTION = [  # nodes, heads, kv heads, head dimension, dtype, options
+    (64, 32, 8, 128, torch.bfloat16, {}),
+    (256, 32, 8, 128, torch.bfloat16, {}),
+    (16, 32, 8, 128, torch.bfloat16, {}),
+    (4, 32, 8, 128, torch.bfloat16, {"sliding_window": 2047}),
+    (64, 16, 4, 256, torch.bfloat16, {"logit_cap": 30.0}),
+    (64, 9, 3, 64, torch.float16, {}),
+    (64, 9, 3, 64, torch.float32, {}),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_tree_attention(compiled, monkeypatch, tmp_path, case):
+    nodes, heads, kv_heads, dim, dtype, options = case
+    monkeypatch.setattr(triton_kernel, "_has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(triton_kernel, "_multiprocessors", lambda device: HOPPER_MULTIPROCESSORS)
+    select_config.cache_clear()
+    pool = torch.zeros(512, kv_heads, dim, dtype=dtype)
+    triton_kernel.tree_attention_triton(
+        torch.zeros(nodes, heads, dim, dtype=dtype),
+        pool,
+        pool.clone(),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(512, dtype=torch.int32),
+        torch.zeros(nodes, dtype=torch.int64),
+        torch.zeros(1, nodes, -(-nodes // 32), dtype=torch.int32),
+        torch.zeros(1, nodes, dtype=torch.int64),
+        dim**-0.5,
+        **options,
+    )
+    select_config.cache_clear()
+    assert len(compiled) == 2
+    assert [spilled_bytes(kernel, tmp_path) for kernel in compiled] == [0, 0]
+
+
+def module(name: str):
+    """A module of tree_step, whose package has functions of the same names."""
+    return importlib.import_module(f"sgl_specflow.kernels.tree_step.{name}")
+
+
+def test_the_small_kernels_of_a_step(compiled, monkeypatch):
+    requests, nodes, cpu = 3, 64, torch.device("cpu")
+    monkeypatch.setattr(stage, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(module("best_tokens"), "_interpreting", lambda: True)
+    monkeypatch.setattr(module("accept"), "_interpreting", lambda: True)
+    monkeypatch.setattr(module("force"), "_interpreting", lambda: True)
+    table, rows = torch.zeros(9, 5000, dtype=torch.int32), torch.zeros(requests, dtype=torch.int64)
+    tree = empty_tree(requests, nodes, cpu)
+    stage.window_slots(table, rows, rows, nodes)
+    stage.pack_rows(table, rows, rows, torch.zeros(requests + 1, dtype=torch.int32), table[0])
+    stage.stage_bits(tree.ancestors, tree.depth, tree.ancestors, tree.ancestors, tree.depth)
+    best_tokens(torch.zeros(15, 151936, dtype=torch.bfloat16), 16)
+    accept_and_plan(tree, tree.token, 15, tree.token, rows)
+    force_path(tree, 4)
+    assert len(compiled) == 7
+
+
+def test_convolution_on_a_tree(compiled):
+    requests, nodes, channels = 2, 64, 256
+    x = torch.zeros(requests * nodes, channels, dtype=torch.bfloat16)
+    ancestors = torch.zeros(requests, nodes, 2, dtype=torch.int32)
+    window, slots = torch.zeros(5, channels, 3, dtype=torch.bfloat16), torch.zeros(requests, dtype=torch.int32)
+    table = conv.nearest_ancestors(ancestors, 3, implementation="triton")
+    weight = torch.zeros(channels, 4, dtype=torch.bfloat16)
+    conv.tree_conv(x, window, slots, table, weight, activation="silu", implementation="triton")
+    assert len(compiled) == 2
+
+
+def test_the_weavers_pieces(compiled):
+    requests, count, rank, heads, places = 2, 8, 1024, 16, 80
+    half = torch.bfloat16
+    caches = torch.zeros(2, requests, heads, places, rank // heads, dtype=half)
+    qkv = torch.zeros(requests, count, 3, heads, rank // heads, dtype=half)
+    turn, visible = (
+        torch.zeros(requests, count, 2, rank // heads),
+        torch.zeros(requests, count, places, dtype=torch.bool),
+    )
+    triton_steps.attend(qkv, turn, *caches, 16, visible)
+    x = torch.zeros(requests, count, rank, dtype=half)
+    triton_steps.add_norm(x, x.clone())
+    triton_steps.silu_mul(torch.zeros(requests, count, 2 * rank, dtype=half))
+    depth = torch.zeros(requests * count, dtype=torch.int64)
+    tokens, scores = torch.zeros(requests, 15, 512, dtype=torch.int64), torch.zeros(requests, 15, 512)
+    triton_steps.pool_logits(x, depth, tokens, scores, torch.zeros(100, rank, dtype=half))
+    assert len(compiled) == 4
