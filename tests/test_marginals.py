@@ -100,3 +100,16 @@ def test_ranks_agree_with_one(monkeypatch, cuts, tied):
         torch.testing.assert_close(own, expected[2])
         # The same on all ranks to the last bit: their trees must be.
         assert torch.equal(log_probs, results[0][0]) and torch.equal(own, results[0][2])
+
+
+def test_an_fp8_copy_of_the_lm_head_scores_nearly_the_same():
+    weight, hidden, _ = inputs(tied=False)
+    kept = weight.clone()
+    rounded = vocabulary(weight, 0)
+    rounded.quantise()
+    exact = (0.7 * hidden @ weight.T).log_softmax(1)
+    log_probs, tokens, _ = rounded.best(hidden, WIDTH)
+    assert torch.equal(weight, kept)
+    difference = (log_probs - exact.gather(1, tokens)).abs()
+    assert 0 < difference.max() < 0.2
+    assert (exact.gather(1, tokens) > exact.sort(1, descending=True).values[:, WIDTH - 1 : WIDTH] - 0.2).all()

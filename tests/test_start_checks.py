@@ -138,6 +138,7 @@ def test_defaults_come_from_the_head(causal, bidirectional):
         "{",
         "[]",
         '{"path": true}',
+        '{"fp8_draft": "yes"}',
         '{"path_refresh": 1}',
         '{"weaver": 3}',
         '{"weaver": ""}',

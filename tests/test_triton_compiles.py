@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import torch
 import triton
+from sgl_specflow.kernels import fp8_linear
 from sgl_specflow.kernels.gdn_tree import conv
 from sgl_specflow.kernels.tree_attention import select_config, triton_kernel
 from sgl_specflow.kernels.tree_step import accept_and_plan, best_tokens, empty_tree, force_path, stage
@@ -115,7 +116,16 @@ def test_the_small_kernels_of_a_step(compiled, monkeypatch):
     best_tokens(torch.zeros(15, 151936, dtype=torch.bfloat16), 16)
     accept_and_plan(tree, tree.token, 15, tree.token, rows)
     force_path(tree, 4)
-    assert len(compiled) == 7
+    assert len(compiled) == 8
+
+
+@pytest.mark.parametrize("case", [(15, 4096, 12288), (15, 151936, 4096), (120, 4096, 4096), (3, 576, 1000)], ids=str)
+def test_fp8_linear(compiled, monkeypatch, tmp_path, case):
+    rows, features, depth = case
+    monkeypatch.setattr(fp8_linear, "_on_gpu", lambda tensor: True)
+    weight = torch.zeros(1, dtype=fp8_linear.FP8).expand(features, depth)
+    fp8_linear.fp8_linear(torch.zeros(rows, depth, dtype=torch.bfloat16), weight, torch.ones(features))
+    assert [spilled_bytes(kernel, tmp_path) for kernel in compiled] == [0]
 
 
 def test_convolution_on_a_tree(compiled):

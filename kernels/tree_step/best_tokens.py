@@ -1,7 +1,8 @@
-"""The likeliest tokens of each row of logits, and the row's log-sum-exp, in two launches.
+"""The likeliest tokens of each row of logits, and the row's log-sum-exp, in three launches.
 
-The first launch gives each program a part of one row: its best tokens, its maximum and its sum of exponentials. The
-second merges the parts of a row. A token is ranked by one integer: the logit's bits, ordered as the floats are, above
+The first launch gives each program a part of one row: its best token and its sum of exponentials. The `width` likeliest
+tokens lie in the `width` parts with the best best token, so the second takes the best tokens of these parts alone, and
+the third merges them. A token is ranked by one integer: the logit's bits, ordered as the floats are, above
 the complement of its index, so equal logits go to the smaller token on every device and every tensor-parallel rank.
 """
 
@@ -11,7 +12,6 @@ import triton.language as tl
 
 MAX_KERNEL_WIDTH = 64
 _BLOCK = 1024
-_MOST_KEYS = 8192
 _ROWS_AT_ONCE = 128
 
 
@@ -33,33 +33,32 @@ def best_tokens(
     if width > MAX_KERNEL_WIDTH or (logits.device.type == "cpu" and not _interpreting()):
         return _best_tokens_torch(logits, width, scale, cap)
     rows, vocabulary = logits.shape
-    # Fewer, longer parts where the merge would have to hold too many candidates.
-    block = _BLOCK
-    while triton.cdiv(vocabulary, block) * width > _MOST_KEYS:
-        block *= 2
-    parts = triton.cdiv(vocabulary, block)
-    kept = min(width, block)
+    parts = triton.cdiv(vocabulary, _BLOCK)
+    chosen, kept = min(width, parts), min(width, _BLOCK)
     device = logits.device
-    keys = torch.empty(rows, parts, kept, dtype=torch.int64, device=device)
-    summary = torch.empty(rows, parts, 2, dtype=torch.float32, device=device)
+    best = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    summed = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    keys = torch.empty(rows, chosen, kept, dtype=torch.int64, device=device)
     values = torch.empty(rows, width, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, width, dtype=torch.int64, device=device)
     total = torch.empty(rows, dtype=torch.float32, device=device)
-    _best_of_part[(rows, parts)](
-        logits, keys, summary, vocabulary, logits.stride(0), parts, scale, cap, kept, cap != 0.0, block, num_warps=4
-    )
+    block_parts = triton.next_power_of_2(parts)
+    source = (logits, vocabulary, logits.stride(0), scale, cap)
+    _best_of_parts[(rows, parts)](*source, best, summed, parts, cap != 0.0, _BLOCK, num_warps=4)
+    _best_of_chosen[(rows, chosen)](*source, best, keys, parts, kept, cap != 0.0, _BLOCK, block_parts, num_warps=4)
     _merge_parts[(rows,)](
+        best,
+        summed,
         keys,
-        summary,
         values,
         tokens,
         total,
         parts,
         width,
-        parts * kept,
-        triton.next_power_of_2(parts * kept),
-        triton.next_power_of_2(parts),
-        num_warps=8,
+        chosen * kept,
+        triton.next_power_of_2(chosen * kept),
+        block_parts,
+        num_warps=4,
     )
     return values, tokens, total
 
@@ -98,44 +97,73 @@ def _key(value, index):
 
 
 @triton.jit
-def _best_of_part(
-    logits,
-    keys,
-    summary,
-    vocabulary,
-    row_stride,
-    parts,
-    scale,
-    cap,
-    KEPT: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    part = tl.program_id(1)
+def _value_of(key):
+    """The float32 that `_key` was made of."""
+    ordered = (key >> 32).to(tl.int32)
+    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_part(logits, vocabulary, row_stride, scale, cap, row, part, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """A part's logits, scaled and capped, float32 [BLOCK], and their tokens."""
     index = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row.to(tl.int64) * row_stride + index, mask=index < vocabulary, other=-float("inf"))
     value = value.to(tl.float32) * scale
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         value = cap * (1.0 - 2.0 / (tl.exp(2.0 * value / cap) + 1.0))
-    value = tl.where((value == value) & (index < vocabulary), value, -float("inf"))
+    return tl.where((value == value) & (index < vocabulary), value, -float("inf")), index
+
+
+@triton.jit
+def _best_of_parts(
+    logits, vocabulary, row_stride, scale, cap, best, summed, parts, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each part's greatest key, and its sum of exponentials over the exponential of its maximum."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    value, index = _load_part(logits, vocabulary, row_stride, scale, cap, row, part, CAPPED, BLOCK)
     most = tl.max(value, 0)
     shift = tl.where(most == -float("inf"), 0.0, most)
-    place = row * parts + part
-    tl.store(summary + place * 2, most)
-    tl.store(summary + place * 2 + 1, tl.sum(tl.exp(value - shift), 0))
+    tl.store(summed + row * parts + part, tl.sum(tl.exp(value - shift), 0))
+    tl.store(best + row * parts + part, tl.max(_key(value, index), 0))
+
+
+@triton.jit
+def _best_of_chosen(
+    logits,
+    vocabulary,
+    row_stride,
+    scale,
+    cap,
+    best,
+    keys,
+    parts,
+    KEPT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The KEPT greatest keys of one of the parts with the greatest best keys."""
+    row, rank = tl.program_id(0), tl.program_id(1)
+    part = tl.arange(0, PARTS)
+    of_parts = tl.load(best + row * parts + part, mask=part < parts, other=-0x7FFFFFFFFFFFFFFF)
+    for _ in range(rank):
+        of_parts = tl.where(of_parts == tl.max(of_parts, 0), -0x7FFFFFFFFFFFFFFF, of_parts)
+    chosen = tl.argmax(of_parts, 0)
+    value, index = _load_part(logits, vocabulary, row_stride, scale, cap, row, chosen, CAPPED, BLOCK)
     key = _key(value, index)
     for k in range(KEPT):
-        best = tl.max(key, 0)
-        tl.store(keys + place * KEPT + k, best)
-        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+        greatest = tl.max(key, 0)
+        tl.store(keys + (row * tl.num_programs(1) + rank) * KEPT + k, greatest)
+        key = tl.where(key == greatest, -0x7FFFFFFFFFFFFFFF, key)
 
 
 @triton.jit
 def _merge_parts(
+    best,
+    summed,
     keys,
-    summary,
     values,
     tokens,
     total,
@@ -147,17 +175,16 @@ def _merge_parts(
 ):
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
-    shift = tl.load(summary + (row * parts + part) * 2, mask=part < parts, other=-float("inf"))
-    summed = tl.load(summary + (row * parts + part) * 2 + 1, mask=part < parts, other=0.0)
+    of_parts = tl.load(best + row * parts + part, mask=part < parts, other=0)
+    shift = tl.where(part < parts, _value_of(of_parts), -float("inf"))
+    exponentials = tl.load(summed + row * parts + part, mask=part < parts, other=0.0)
     most = tl.max(shift, 0)
     safe = tl.where(most == -float("inf"), 0.0, most)
-    tl.store(total + row, most + tl.log(tl.sum(tl.exp(shift - safe) * summed, 0)))
+    tl.store(total + row, most + tl.log(tl.sum(tl.exp(shift - safe) * exponentials, 0)))
     index = tl.arange(0, COUNT)
     key = tl.load(keys + row * count + index, mask=index < count, other=-0x7FFFFFFFFFFFFFFF)
     for k in range(width):
-        best = tl.max(key, 0)
-        ordered = (best >> 32).to(tl.int32)
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-        tl.store(values + row * width + k, bits.to(tl.float32, bitcast=True))
-        tl.store(tokens + row * width + k, 0x7FFFFFFF - (best & 0xFFFFFFFF))
-        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+        greatest = tl.max(key, 0)
+        tl.store(values + row * width + k, _value_of(greatest))
+        tl.store(tokens + row * width + k, 0x7FFFFFFF - (greatest & 0xFFFFFFFF))
+        key = tl.where(key == greatest, -0x7FFFFFFFFFFFFFFF, key)

@@ -7,6 +7,7 @@ from sglang.srt.distributed.communication_op import tensor_model_parallel_all_ga
 from sglang.srt.runtime_context import get_parallel
 
 from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.kernels.fp8_linear import fp8_linear, quantise_rows
 from sgl_specflow.kernels.tree_step import best_tokens
 
 
@@ -20,6 +21,7 @@ class TargetVocabulary:
         first_token: id of the first row.
         logit_cap: soft cap that the target puts on its logits (0: none).
         logit_scale: factor on the target's logits.
+        fp8: weight in FP8 and its scales, as `fp8_linear` takes them, for logits that need not be exact; None: without.
     """
 
     embedding: torch.nn.Module
@@ -27,6 +29,7 @@ class TargetVocabulary:
     first_token: int
     logit_cap: float
     logit_scale: float
+    fp8: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, target_model: torch.nn.Module) -> "TargetVocabulary":
@@ -50,8 +53,14 @@ class TargetVocabulary:
             logit_scale=float(getattr(processor, "logit_scale", None) or 1.0),
         )
 
+    def quantise(self) -> None:
+        """Draft with an FP8 copy of the LM head from now on; the target keeps its own."""
+        self.fp8 = quantise_rows(self.weight)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] -> [N, this rank's vocabulary rows] in the LM head's dtype, neither scaled nor capped."""
+        if self.fp8 is not None:
+            return fp8_linear(hidden.to(self.weight.dtype), *self.fp8)
         return torch.matmul(hidden.to(self.weight.dtype), self.weight.T)
 
     def best(self, hidden: torch.Tensor, width: int, asked: tuple[torch.Tensor, torch.Tensor] | None = None):

@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.kernels.tree_step import tree_from_marginals
 from sgl_specflow.runtime.draft_graph import DraftTail
+from sgl_specflow.runtime.fp8_draft import quantise_head
 from sgl_specflow.runtime.marginals import TargetVocabulary
 from sgl_specflow.runtime.settings import TreeSettings
 from sgl_specflow.runtime.step import StepWindow
@@ -53,6 +54,9 @@ class ParallelDrafter:
         self.model = bundle.draft_model
         _check_dtype(self.runner.dtype, runner.dtype)
         self.vocabulary = TargetVocabulary.of(runner.model)
+        if settings.fp8_draft:
+            quantise_head(self.model)
+            self.vocabulary.quantise()
         # SGLang's hook for embedding inside the draft's own pass (and graph), in the target's dtype. The bound method,
         # not the module: the embedding must not become the draft's own parameter.
         self.model.forward_embed = self.vocabulary.embedding.forward

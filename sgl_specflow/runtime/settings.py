@@ -7,6 +7,8 @@ one place for options that SGLang has no flag for:
 
 - `path_refresh` (bool, default false; causal heads only): a second pass of the head over the first tree's better half
   re-scores children on their own branch (DESIGN.md section 3, JetFlow's tree-causal drafting).
+- `fp8_draft` (bool, default false): drafting reads FP8 copies of the head's large matrices and of the LM head. It changes
+  which tokens are proposed, never what is accepted.
 - `weaver` (text; dflash_tfm only, which needs it): the Weaver adapter: a torch file, a folder or a hub id.
 - `weaver_width` (integer, default 8): nodes that the adapter expands at once. 1 is strict best-first search; more takes
   fewer rounds, ceil((budget - 1) / weaver_width).
@@ -36,6 +38,7 @@ class Options:
     """What SGL_SPECFLOW_OPTIONS holds; None: not given."""
 
     path_refresh: bool = False
+    fp8_draft: bool = False
     weaver: str | None = None
     weaver_width: int | None = None
     weaver_pool: int | None = None
@@ -73,6 +76,7 @@ class Options:
 # What each option must be, for the error and for the check.
 OPTION_KINDS = {
     "path_refresh": ("true or false", lambda value: type(value) is bool),
+    "fp8_draft": ("true or false", lambda value: type(value) is bool),
     "weaver": ("a path or hub id", lambda value: isinstance(value, str) and bool(value.strip())),
     "weaver_width": ("an integer", lambda value: type(value) is int),
     "weaver_pool": ("an integer", lambda value: type(value) is int),
@@ -124,6 +128,7 @@ class TreeSettings:
         mask_token: the token that fills the block.
         path_refresh: whether a second pass re-scores the tree on its own branches.
         adapter: the Weaver's settings (dflash_tfm), or None.
+        fp8_draft: whether drafting reads FP8 weights.
     """
 
     algorithm: str
@@ -135,6 +140,7 @@ class TreeSettings:
     mask_token: int
     path_refresh: bool
     adapter: AdapterSettings | None = None
+    fp8_draft: bool = False
 
     @classmethod
     def resolve(
@@ -182,7 +188,16 @@ class TreeSettings:
         block = depth + 1 if head.causal_head else min(head.block_size, budget)
         adapter = AdapterSettings.resolve(path, weaver, head, block, options) if weaver else None
         return cls(
-            algorithm, budget, depth, width, block, head.causal_head, head.mask_token_id, options.path_refresh, adapter
+            algorithm=algorithm,
+            budget=budget,
+            depth=depth,
+            width=width,
+            block=block,
+            causal=head.causal_head,
+            mask_token=head.mask_token_id,
+            path_refresh=options.path_refresh,
+            adapter=adapter,
+            fp8_draft=options.fp8_draft,
         )
 
     def describe(self) -> str:
@@ -194,6 +209,8 @@ class TreeSettings:
                 f"Weaver {self.adapter.path}: {self.adapter.width} nodes at once, pool {self.adapter.pool}, temperature "
                 f"{self.adapter.temperature:g}"
             )
+        if self.fp8_draft:
+            more += ", FP8 draft weights"
         return (
             f"sgl_specflow: {self.algorithm.lower()}, {head} head, budget {self.budget} nodes, depth {self.depth}, "
             f"width {self.width} children a depth, block {self.block}, {more}"

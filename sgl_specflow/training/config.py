@@ -180,6 +180,7 @@ class EvaluateConfig:
         continuations: a file that keeps the target's greedy answers between runs, or none.
         width: children considered a depth, SGLang's --speculative-eagle-topk; 16 is what this package serves.
         commit: the code's commit, where it runs outside its checkout.
+        fp8_draft: draft with weights rounded as the server's option of that name rounds them.
     """
 
     target: str
@@ -195,6 +196,7 @@ class EvaluateConfig:
     continuations: str = ""
     dtype: str = "auto"
     commit: str = ""
+    fp8_draft: bool = False
 
 
 _Config = typing.TypeVar("_Config")

@@ -12,6 +12,7 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
+from sgl_specflow.kernels.fp8_linear import dequantise_rows, quantise_rows
 from sgl_specflow.training.config import EvaluateConfig
 from sgl_specflow.training.offline_accept import OfflineDrafter, accept_lengths
 from sgl_specflow.training.prompts import chat_tokens
@@ -19,6 +20,8 @@ from sgl_specflow.training.responses import Response, load_responses, save_respo
 from sgl_specflow.training.target_states import FrozenTarget
 
 TRAINING = "training.json"
+# What `runtime.fp8_draft` quantises, by the names of a checkpoint.
+FP8_MATRICES = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
 def continuations(config: EvaluateConfig, tokenizer, generate: Callable) -> list[Response]:
@@ -56,13 +59,24 @@ def evaluate(config: EvaluateConfig, target: FrozenTarget, answers: list[Respons
         head_config = HeadConfig.load(folder)
         dtype, device = target.embedding.dtype, target.embedding.device
         target.capture(head_config.target_layer_ids)
-        head = ReferenceHead(head_config, load_tensors(folder, dtype, str(device)))
+        tensors, lm_head = load_tensors(folder, dtype, str(device)), target.lm_head
+        if config.fp8_draft:
+            tensors = {name: _rounded(t) if name.endswith(FP8_MATRICES) else t for name, t in tensors.items()}
+            lm_head = _rounded(lm_head)
+        head = ReferenceHead(head_config, tensors)
         refreshed = config.path_refresh if head_config.causal_head else []
-        drafter = OfflineDrafter(head, target, config.width)
+        drafter = OfflineDrafter(head, target, config.width, lm_head)
         lengths = accept_lengths(drafter, answers, config.budgets, refreshed, chains=[head_config.block_size])
-        result["rows"] += _rows(Path(folder), head_config, lengths, counts)
+        result["rows"] += [
+            row | {"fp8_draft": config.fp8_draft} for row in _rows(Path(folder), head_config, lengths, counts)
+        ]
         out.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _rounded(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix as FP8 holds it, in its own dtype."""
+    return dequantise_rows(*quantise_rows(weight), weight.dtype)
 
 
 def _rows(folder: Path, head: HeadConfig, lengths: dict, counts: dict[str, int]) -> list[dict]:

@@ -50,8 +50,10 @@ class Answers:
 class OfflineDrafter:
     """Drafts as `runtime.parallel_drafter` does, over known text: [R] anchors of R answers at a time."""
 
-    def __init__(self, head: ReferenceHead, target: FrozenTarget, width: int = WIDTH):
+    def __init__(self, head: ReferenceHead, target: FrozenTarget, width: int = WIDTH, lm_head: Tensor | None = None):
+        """lm_head: another than the target's own for drafting [V, H], or None."""
         self.head, self.target, self.width = head, target, width
+        self.lm_head = target.lm_head if lm_head is None else lm_head
 
     @torch.inference_mode()
     def read(self, responses: list[Response], at_once: int = 64) -> Answers:
@@ -91,8 +93,8 @@ class OfflineDrafter:
         behind = hidden[:, tree.budget :]
         log_probs, candidates, total = self._best(behind)
         parent = tree.parent.clamp(min=0)
-        above = behind.gather(1, parent[:, :, None].expand_as(behind)).to(self.target.lm_head.dtype)
-        own = (above.float() * self.target.lm_head[tree.token].float()).sum(-1) - total.gather(1, parent)
+        above = behind.gather(1, parent[:, :, None].expand_as(behind)).to(self.lm_head.dtype)
+        own = (above.float() * self.lm_head[tree.token].float()).sum(-1) - total.gather(1, parent)
         depths = min(self.head.config.depth, budget - 1)
         return rebuild_tree(tree, own, log_probs, candidates, budget, depths)
 
@@ -114,7 +116,7 @@ class OfflineDrafter:
 
     def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [R, N, H] -> (log-probabilities [R, N, K], tokens [R, N, K], logsumexp of the logits [R, N])."""
-        lm_head, parts = self.target.lm_head, []
+        lm_head, parts = self.lm_head, []
         for rows in hidden.flatten(0, 1).split(LOGIT_ROWS):
             logits = (rows.to(lm_head.dtype) @ lm_head.T).float()
             total = logits.logsumexp(1)
