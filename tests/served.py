@@ -111,10 +111,11 @@ def make_multimodal_twin(text_model: Path, folder: Path) -> Path:
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
-    vision = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+    kind = text["model_type"].removesuffix("_text")
+    vision = {"model_type": kind, "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": kind,
         "dtype": "float32",
         "tie_word_embeddings": False,
         "text_config": text,

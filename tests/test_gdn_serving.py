@@ -196,10 +196,11 @@ def test_plain_decoding_is_the_model_that_the_checkpoint_holds(kind, targets, pl
     assert [output for _, output in pairs] == expected
 
 
-def test_the_language_model_of_a_multimodal_checkpoint(targets, heads, folder, plain_answers, environment):
-    twin, name = make_multimodal_twin(targets["qwen3.5"], folder / "twin"), "unequal lengths in one batch"
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
+def test_the_language_model_of_a_multimodal_checkpoint(kind, targets, heads, folder, plain_answers, environment):
+    twin, name = make_multimodal_twin(targets[kind], folder / f"{kind}-twin"), "unequal lengths in one batch"
     flags = ["--json-model-override-args", '{"language_model_only": true}', *NO_WARMUP]
     flags += tree_flags("jetflow", heads["jetflow"], 32)
-    with serve(twin, folder / "twin.log", *flags, environment=environment) as server:
+    with serve(twin, folder / f"{kind}-twin.log", *flags, environment=environment) as server:
         answers = generate(server, scenarios()[name])
-    assert [outcome(a) for a in answers] == [outcome(a) for a in plain_answers("qwen3.5")[name]]
+    assert [outcome(a) for a in answers] == [outcome(a) for a in plain_answers(kind)[name]]

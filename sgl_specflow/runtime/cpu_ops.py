@@ -184,9 +184,9 @@ def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, final_
     final_hidden_states.copy_(final_hidden_states.float() + gate[:, None] * shared_output.float())
 
 
-def get_device_module(original, device=None):
-    """PyTorch names the accelerator that it was built for, though none is there; Qwen3-Next asks it for a device."""
-    return original("cpu" if device is None else device)
+def get_device_module(device=None):
+    """PyTorch's own takes no device for the accelerator that it was built for, and Qwen3-Next would allocate there."""
+    return getattr(torch, torch.device("cpu" if device is None else device).type)
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ HOOKS = [
     (f"{_OPS}.speculative.row_argmax.div_argmax", div_argmax, HookType.REPLACE),
     (f"{_OPS}.attention.table_qk_norm_rope.table_qk_norm_rope_", table_qk_norm_rope_, HookType.REPLACE),
     (f"{_OPS}.elementwise.elementwise.fused_gate_sigmoid_mul_add", fused_gate_sigmoid_mul_add, HookType.REPLACE),
-    ("torch.get_device_module", get_device_module, HookType.AROUND),
+    ("torch.get_device_module", get_device_module, HookType.REPLACE),
     (
         "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
         maybe_enable_batch_invariant_mode,
