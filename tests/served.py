@@ -14,7 +14,14 @@ from sgl_specflow.launch.quickstart import EXACT_FLOAT32
 from sgl_specflow.launch.server import Server, start
 from tiny_models import save_random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
+from transformers import (
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.checkpoint import save_head
@@ -35,53 +42,64 @@ if torch.cuda.is_available():
     ENVIRONMENT |= EXACT_FLOAT32
 
 
+# What all small targets have in common, and what those with experts or Gated Delta Net layers have besides.
+SHAPE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=CONTEXT,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=EOS,
+)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+SHARED_EXPERT = dict(EXPERTS, shared_expert_intermediate_size=48)
+HYBRIDS = {
+    "qwen3.5": (Qwen3_5TextConfig, {}),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, SHARED_EXPERT),
+    "qwen3-next": (Qwen3NextConfig, SHARED_EXPERT),
+}
+
+
 def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
     """A Llama over 16 tokens: a tree of 64 nodes then holds every first token and many seconds, whatever the head says,
     so paths branch and are accepted without training. `sharpness` scales the logits."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=EOS,
-    )
-    _make_word_tokenizer(save_random(config, folder, seed, sharpness), VOCABULARY)
-    return Path(folder)
+    return _save_small(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), folder, sharpness, seed)
 
 
-def make_small_hybrid_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
-    """A Qwen3.5 over the same 16 tokens: layers 0 and 2 are Gated Delta Net with two value heads a key head. Its decays
-    differ from head to head and from token to token, so that a stale or a skipped state shows."""
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
+def make_small_moe_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
+    """A Qwen3-MoE over the same 16 tokens: every layer sends each token to two of eight experts."""
+    config = Qwen3MoeConfig(**SHAPE, **EXPERTS, num_hidden_layers=LAYERS, norm_topk_prob=True)
+    return _save_small(config, folder, sharpness, seed)
+
+
+def make_small_hybrid_target(folder: Path, kind: str = "qwen3.5", sharpness: float = 4.0, seed: int = 5) -> Path:
+    """A model of HYBRIDS over the same 16 tokens: layers 0 and 2 are Gated Delta Net with two value heads a key head. Its
+    decays differ from head to head and from token to token, so that a stale or a skipped state shows."""
+    config_class, more = HYBRIDS[kind]
+    config = config_class(
+        **SHAPE,
+        **more,
         num_hidden_layers=4,
         full_attention_interval=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         mamba_ssm_dtype="float32",
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=EOS,
     )
-    save_random(config, folder, seed, sharpness)
+    folder = _save_small(config, folder, sharpness, seed)
     # The file that transformers writes names the layers' types alone.
-    path = Path(folder) / "config.json"
+    path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 2}, indent=1))
-    _make_word_tokenizer(folder, VOCABULARY)
+    return folder
+
+
+def _save_small(config, folder: Path, sharpness: float, seed: int) -> Path:
+    _make_word_tokenizer(save_random(config, folder, seed, sharpness), VOCABULARY)
     return Path(folder)
 
 
@@ -93,10 +111,11 @@ def make_multimodal_twin(text_model: Path, folder: Path) -> Path:
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
-    vision = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+    kind = text["model_type"].removesuffix("_text")
+    vision = {"model_type": kind, "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": kind,
         "dtype": "float32",
         "tie_word_embeddings": False,
         "text_config": text,

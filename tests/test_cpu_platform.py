@@ -21,12 +21,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.runtime import cpu_ops, cpu_platform
+from sgl_specflow.runtime import cpu_gdn_ops, cpu_ops, cpu_platform
 
 needs_cpu = pytest.mark.skipif(
     cpu_platform.accelerator_present(), reason="the reference platform stands in only where there is no accelerator"
 )
 START_SECONDS = 600
+HOOKS = [*cpu_ops.HOOKS, *cpu_gdn_ops.HOOKS]
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def test_a_flag_it_cannot_serve_is_refused_by_name(llama, flag, value, allowed):
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target, hook, _", cpu_ops.HOOKS, ids=[target for target, _, _ in cpu_ops.HOOKS])
+@pytest.mark.parametrize("target, hook, _", HOOKS, ids=[target for target, _, _ in HOOKS])
 def test_a_replacement_takes_its_targets_arguments(target, hook, _):
     theirs = [(p.name, p.kind, p.default) for p in inspect.signature(pkgutil.resolve_name(target)).parameters.values()]
     ours = [(p.name, p.kind, p.default) for p in inspect.signature(hook).parameters.values()]

@@ -5,22 +5,26 @@ show: rows that change owner, finished requests whose state the prefix cache tak
 retracted requests, prompts in chunks.
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from injected import plugin_environment
 from served import (
+    HYBRIDS,
     accept_length,
     generate,
     make_multimodal_twin,
     make_small_head,
     make_small_hybrid_target,
+    make_small_weaver,
     outcome,
     serve,
     tree_flags,
+    weaver_options,
 )
-from test_serving_greedy import greedy, prompts, scenarios
+from test_serving_greedy import greedy, prompts, reference_log_probs, scenarios
 
 # SGLang keeps conv windows in bfloat16 whatever the model's dtype. Then plain decoding too says something else after a
 # retraction or in other chunks, where the same inputs are read from a prompt and not from a window.
@@ -35,18 +39,36 @@ def register():
     target = "sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule"
     HookRegistry.register(target, chunk_gated_delta_rule, HookType.REPLACE)
 """
+# Transformers gives Qwen3.5-MoE and multimodal checkpoints a tokenizer of its own, for which SGLang's warm-up is empty.
+NO_WARMUP = ["--skip-server-warmup"]
 EXTRA_BUFFER = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
 
-# Both heads, cache strategies, page sizes, chunked prefill, and memory so short that requests are retracted.
+# Each entry: algorithm, budget, target, further flags. Together they cover both heads and the Weaver, the three classes of
+# target, cache strategies, page sizes, chunked prefill, two tensor-parallel ranks, and memory so short that requests are
+# retracted. Entries of one target stand together.
 TREE_SERVERS = {
-    "jetflow-64": ("jetflow", 64, ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]),
+    "jetflow-64": (
+        "jetflow",
+        64,
+        "qwen3.5",
+        ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"],
+    ),
     "ddtree-17-chunked-short-of-memory": (
         "ddtree",
         17,
+        "qwen3.5",
         ["--chunked-prefill-size", "16", "--max-total-tokens", "330"],
     ),
-    "jetflow-64-two-ranks": ("jetflow", 64, ["--tp-size", "2"]),
-    "jetflow-24-page-16-extra-buffer": ("jetflow", 24, ["--page-size", "16", *EXTRA_BUFFER]),
+    "jetflow-64-two-ranks": ("jetflow", 64, "qwen3.5", ["--tp-size", "2"]),
+    "jetflow-24-page-16-extra-buffer": ("jetflow", 24, "qwen3.5", ["--page-size", "16", *EXTRA_BUFFER]),
+    "dflash_tfm-33-chunked-short-of-memory": (
+        "dflash_tfm",
+        33,
+        "qwen3.5",
+        ["--chunked-prefill-size", "16", "--max-total-tokens", "400"],
+    ),
+    "moe-jetflow-64-two-ranks": ("jetflow", 64, "qwen3.5-moe", ["--tp-size", "2", *NO_WARMUP]),
+    "next-jetflow-24-page-16-extra-buffer": ("jetflow", 24, "qwen3-next", ["--page-size", "16", *EXTRA_BUFFER]),
 }
 SCENARIOS = (
     "unequal lengths in one batch",
@@ -72,16 +94,18 @@ def environment(folder) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def target(folder) -> Path:
-    return make_small_hybrid_target(folder / "target")
+def targets(folder) -> dict[str, Path]:
+    return {kind: make_small_hybrid_target(folder / kind, kind) for kind in HYBRIDS}
 
 
 @pytest.fixture(scope="module")
 def heads(folder) -> dict[str, Path]:
     shape = dict(num_target_layers=4, target_layer_ids=[0, 2])
+    bidirectional = make_small_head(folder / "bidirectional", causal=False, **shape)
     return {
         "jetflow": make_small_head(folder / "causal", causal=True, **shape),
-        "ddtree": make_small_head(folder / "bidirectional", causal=False, **shape),
+        "ddtree": bidirectional,
+        "dflash_tfm": bidirectional,
     }
 
 
@@ -94,21 +118,39 @@ def turns(answers: list[dict] | None = None) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def plain(target, folder, environment):
-    """Plain decoding's answers, by scenario. No prefix cache: each prompt is computed from its first token."""
-    flags = ["--disable-overlap-schedule", "--disable-radix-cache"]
-    with serve(target, folder / "plain.log", *flags, environment=environment) as server:
-        answers = {name: generate(server, scenarios()[name]) for name in SCENARIOS}
-        answers["first turns"] = generate(server, turns())
-        answers["second turns"] = generate(server, turns(answers["first turns"]))
-        return answers
+def plain_answers(targets, folder, environment):
+    """Plain decoding's answers by scenario, of a target by its name; one server a target. No prefix cache: each prompt is
+    computed from its first token."""
+
+    @cache
+    def answers(target: str) -> dict[str, list[dict]]:
+        flags, log = [*NO_WARMUP, "--disable-overlap-schedule", "--disable-radix-cache"], folder / f"plain-{target}.log"
+        with serve(targets[target], log, *flags, environment=environment) as server:
+            answers = {name: generate(server, scenarios()[name]) for name in SCENARIOS}
+            answers["first turns"] = generate(server, turns())
+            answers["second turns"] = generate(server, turns(answers["first turns"]))
+            return answers
+
+    return answers
 
 
 @pytest.fixture(scope="module", params=TREE_SERVERS)
-def tree_server(request, target, heads, folder, plain, environment):
-    algorithm, budget, flags = TREE_SERVERS[request.param]
+def case(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(case, plain_answers):
+    return plain_answers(TREE_SERVERS[case][2])
+
+
+@pytest.fixture(scope="module")
+def tree_server(case, targets, plain, heads, folder, environment):
+    algorithm, budget, target, flags = TREE_SERVERS[case]
     flags = tree_flags(algorithm, heads[algorithm], budget, *flags)
-    with serve(target, folder / f"{request.param}.log", *flags, environment=environment) as server:
+    if algorithm == "dflash_tfm":
+        environment = environment | weaver_options(make_small_weaver(folder / "weaver"))
+    with serve(targets[target], folder / f"{case}.log", *flags, environment=environment) as server:
         yield server
 
 
@@ -120,7 +162,7 @@ def test_greedy_equals_plain_decoding(tree_server, plain, name):
         assert accept_length(answers) > 1.3
 
 
-def test_a_second_turn_starts_from_the_state_of_the_first(request, tree_server, plain):
+def test_a_second_turn_starts_from_the_state_of_the_first(case, tree_server, plain):
     """The states that the first turn left in the prefix cache, of decoded tokens too, are those of its tokens."""
     for _ in range(2):  # again, with every slot and row used before
         first = generate(tree_server, turns())
@@ -128,12 +170,12 @@ def test_a_second_turn_starts_from_the_state_of_the_first(request, tree_server, 
         second = generate(tree_server, turns(first))
         assert [outcome(a) for a in second] == [outcome(a) for a in plain["second turns"]]
     cached = [answer["meta_info"]["cached_tokens"] for answer in second]
-    if "short" not in request.node.callspec.params["tree_server"]:
+    if "short" not in case:
         assert max(cached) > 30, f"no state of a decoded token came from the cache: {cached}"
 
 
-def test_memory_really_ran_short(request, tree_server):
-    if "short" not in request.node.callspec.params["tree_server"]:
+def test_memory_really_ran_short(case, tree_server):
+    if "short" not in case:
         pytest.skip("this server has memory enough")
     generate(tree_server, scenarios()["penalties of long requests, retracted where memory is short"])
     assert "retract" in tree_server.log.read_text().lower()
@@ -145,10 +187,20 @@ def test_no_state_a_node_is_allocated(tree_server):
     assert "intermediate_ssm_state_cache" not in log
 
 
-def test_the_language_model_of_a_multimodal_checkpoint(target, heads, folder, plain, environment):
-    twin, name = make_multimodal_twin(target, folder / "twin"), "unequal lengths in one batch"
-    flags = ["--json-model-override-args", '{"language_model_only": true}', "--skip-server-warmup"]
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_plain_decoding_is_the_model_that_the_checkpoint_holds(kind, targets, plain_answers):
+    """Every expert and every decay was loaded: transformers chooses the same tokens from the same files."""
+    name, count = "unequal lengths in one batch", 4
+    pairs = [(ids, a["output_ids"]) for ids, a in zip(prompts(12)[:count], plain_answers(kind)[name])]
+    expected = [rows.argmax(-1).tolist() for rows in reference_log_probs(targets[kind], pairs)]
+    assert [output for _, output in pairs] == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
+def test_the_language_model_of_a_multimodal_checkpoint(kind, targets, heads, folder, plain_answers, environment):
+    twin, name = make_multimodal_twin(targets[kind], folder / f"{kind}-twin"), "unequal lengths in one batch"
+    flags = ["--json-model-override-args", '{"language_model_only": true}', *NO_WARMUP]
     flags += tree_flags("jetflow", heads["jetflow"], 32)
-    with serve(twin, folder / "twin.log", *flags, environment=environment) as server:
+    with serve(twin, folder / f"{kind}-twin.log", *flags, environment=environment) as server:
         answers = generate(server, scenarios()[name])
-    assert [outcome(a) for a in answers] == [outcome(a) for a in plain[name]]
+    assert [outcome(a) for a in answers] == [outcome(a) for a in plain_answers(kind)[name]]

@@ -1,11 +1,12 @@
 """Greedy decoding through real servers equals plain decoding, token for token, in float32.
 
-The target has 16 tokens, so that trees branch and paths are accepted with heads of random weights. One plain server
-gives the answers; each tree server below must give the same ones.
+The targets have 16 tokens, so that trees branch and paths are accepted with heads of random weights. One plain server a
+target gives the answers; each tree server below must give the same ones.
 """
 
 import random
 import threading
+from functools import cache
 
 import pytest
 from served import (
@@ -15,6 +16,7 @@ from served import (
     generate,
     get,
     make_small_head,
+    make_small_moe_target,
     make_small_target,
     make_small_weaver,
     outcome,
@@ -25,29 +27,47 @@ from served import (
 )
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-# Each entry: algorithm, budget, further flags, environment ("weaver": options of a server with a Weaver). Together they
-# cover both heads and the Weaver, budgets from 2 to 256, page sizes, two tensor-parallel ranks, radix cache on and off,
-# chunked prefill, path refresh, and KV memory so short that requests are retracted.
+# Each entry: algorithm, budget, target, further flags, environment ("weaver": options of a server with a Weaver). Together
+# they cover both heads and the Weaver, dense and mixture-of-experts targets, budgets from 2 to 256, page sizes, two
+# tensor-parallel ranks, radix cache on and off, chunked prefill, path refresh, and KV memory so short that requests are
+# retracted. Entries of one target stand together.
 TREE_SERVERS = {
-    "jetflow-64": ("jetflow", 64, [], {}),
-    "jetspec-2-no-radix": ("jetspec", 2, ["--disable-radix-cache", "--speculative-eagle-topk", "3"], {}),
-    "ddtree-17-page-16-chunked": ("ddtree", 17, ["--page-size", "16", "--chunked-prefill-size", "16"], {}),
-    "ddtree-5-short-of-memory": ("ddtree", 5, ["--max-total-tokens", "330"], {}),
-    "jetflow-256-page-16-no-radix": ("jetflow", 256, ["--page-size", "16", "--disable-radix-cache"], {}),
+    "jetflow-64": ("jetflow", 64, "llama", [], {}),
+    "jetspec-2-no-radix": ("jetspec", 2, "llama", ["--disable-radix-cache", "--speculative-eagle-topk", "3"], {}),
+    "ddtree-17-page-16-chunked": (
+        "ddtree",
+        17,
+        "llama",
+        ["--page-size", "16", "--chunked-prefill-size", "16"],
+        {},
+    ),
+    "ddtree-5-short-of-memory": ("ddtree", 5, "llama", ["--max-total-tokens", "330"], {}),
+    "jetflow-256-page-16-no-radix": ("jetflow", 256, "llama", ["--page-size", "16", "--disable-radix-cache"], {}),
     "jetflow-32-refresh": (
         "jetflow",
         32,
+        "llama",
         ["--speculative-num-steps", "5"],
         {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'},
     ),
-    "jetflow-64-two-ranks": ("jetflow", 64, ["--tp-size", "2"], {}),
-    "jetflow-24-page-16-short": ("jetflow", 24, ["--page-size", "16", "--max-total-tokens", "512"], {}),
+    "jetflow-64-two-ranks": ("jetflow", 64, "llama", ["--tp-size", "2"], {}),
+    "jetflow-24-page-16-short": ("jetflow", 24, "llama", ["--page-size", "16", "--max-total-tokens", "512"], {}),
     "dflash_tfm-33-page-16-chunked-short": (
         "dflash_tfm",
         33,
+        "llama",
         ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "512"],
         {"weaver": {"weaver_width": 4, "weaver_pool": 13, "weaver_temperature": 1.5}},
     ),
+    "moe-jetflow-64-two-ranks": ("jetflow", 64, "moe", ["--tp-size", "2"], {}),
+    "moe-ddtree-17-chunked-short": (
+        "ddtree",
+        17,
+        "moe",
+        ["--chunked-prefill-size", "16", "--max-total-tokens", "400"],
+        {},
+    ),
+    "moe-dflash_tfm-33": ("dflash_tfm", 33, "moe", [], {"weaver": {}}),
 }
 
 
@@ -119,8 +139,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def target(folder):
-    return make_small_target(folder / "target")
+def targets(folder):
+    return {"llama": make_small_target(folder / "llama"), "moe": make_small_moe_target(folder / "moe")}
 
 
 @pytest.fixture(scope="module")
@@ -139,20 +159,40 @@ def weaver(folder):
 
 
 @pytest.fixture(scope="module")
-def plain(target, folder):
-    """Plain decoding's answers, by scenario. Without overlap, under which SGLang counts penalties one token late."""
-    with serve(target, folder / "plain.log", "--disable-overlap-schedule") as server:
-        return {name: generate(server, requests) for name, requests in scenarios().items()}
+def plain_answers(targets, folder):
+    """Plain decoding's answers by scenario, of a target by its name; one server a target. Without overlap, under which
+    SGLang counts penalties one token late."""
+
+    @cache
+    def answers(target: str) -> dict[str, list[dict]]:
+        with serve(targets[target], folder / f"plain-{target}.log", "--disable-overlap-schedule") as server:
+            return {name: generate(server, requests) for name, requests in scenarios().items()}
+
+    return answers
 
 
 @pytest.fixture(scope="module", params=TREE_SERVERS)
-def tree_server(request, target, heads, weaver, folder, plain):
-    algorithm, budget, flags, environment = TREE_SERVERS[request.param]
-    log = folder / f"{request.param}.log"
+def case(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def target(case, targets):
+    return targets[TREE_SERVERS[case][2]]
+
+
+@pytest.fixture(scope="module")
+def plain(case, plain_answers):
+    return plain_answers(TREE_SERVERS[case][2])
+
+
+@pytest.fixture(scope="module")
+def tree_server(case, target, plain, heads, weaver, folder):
+    algorithm, budget, _, flags, environment = TREE_SERVERS[case]
     flags = tree_flags(algorithm, heads[algorithm], budget, *flags)
     if "weaver" in environment:
         environment = weaver_options(weaver, **environment["weaver"])
-    with serve(target, log, *flags, environment=environment) as server:
+    with serve(target, folder / f"{case}.log", *flags, environment=environment) as server:
         yield server
 
 
@@ -207,7 +247,8 @@ def reference_log_probs(target, pairs):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    # The grouped product of experts that transformers prefers takes no float64.
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager")
     for prompt, output in pairs:
         with torch.no_grad():
             logits = model(torch.tensor([prompt + output])).logits[0]
@@ -260,9 +301,9 @@ def test_a_malformed_request_gets_400_and_disturbs_no_other(tree_server, plain, 
     assert [outcome(a) for a in answers] == [outcome(a) for a in plain[name][:4]]
 
 
-def test_memory_really_ran_short(request, tree_server, plain):
+def test_memory_really_ran_short(case, tree_server):
     """The servers named so have retracted requests (run last: the scenarios above cause it)."""
-    if "short" not in request.node.callspec.params["tree_server"]:
+    if "short" not in case:
         pytest.skip("this server has memory enough")
     generate(tree_server, scenarios()["penalties of long requests, retracted where memory is short"])
     assert "retract" in tree_server.log.read_text().lower()

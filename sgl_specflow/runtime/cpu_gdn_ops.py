@@ -63,6 +63,15 @@ def rms_norm_gated(
     return out.to(x.dtype)
 
 
+def fused_rms_norm_gated(
+    x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False, eps=1e-6
+):
+    """The same norm as Qwen3-Next calls it; g is z."""
+    if residual is not None or prenorm:
+        raise NotImplementedError("The CPU reference platform's gated RMSNorm takes no residual.")
+    return rms_norm_gated(x=x, weight=weight, bias=bias, z=g, eps=eps, is_rms_norm=True, activation=activation)
+
+
 # --- conv1d ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +229,7 @@ HOOKS = [
 ] + [
     (f"{_OPS}.elementwise.elementwise.fused_sigmoid_mul", fused_sigmoid_mul, HookType.REPLACE),
     (f"{_OPS}.attention.fla.layernorm_gated.rms_norm_gated", rms_norm_gated, HookType.REPLACE),
+    (f"{_OPS}.attention.fla.fused_norm_gate.rms_norm_gated", fused_rms_norm_gated, HookType.REPLACE),
     (f"{_OPS}.mamba.causal_conv1d_triton.causal_conv1d_fn", causal_conv1d_fn, HookType.REPLACE),
     (f"{_OPS}.mamba.causal_conv1d_triton.causal_conv1d_update", causal_conv1d_update, HookType.REPLACE),
     (f"{_OPS}.attention.linear.fused_gdn_gating.fused_gdn_gating", fused_gdn_gating, HookType.REPLACE),

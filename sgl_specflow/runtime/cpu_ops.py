@@ -178,6 +178,17 @@ def table_qk_norm_rope_(
         start += heads * head_dim
 
 
+def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+    """Add the shared expert's output [tokens, H], times the sigmoid of its gate, to that of the routed experts, in place."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    final_hidden_states.copy_(final_hidden_states.float() + gate[:, None] * shared_output.float())
+
+
+def get_device_module(device=None):
+    """PyTorch's own takes no device for the accelerator that it was built for, and Qwen3-Next would allocate there."""
+    return getattr(torch, torch.device("cpu" if device is None else device).type)
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +250,8 @@ HOOKS = [
     (f"{_OPS}.speculative.row_argmax.row_argmax", row_argmax, HookType.REPLACE),
     (f"{_OPS}.speculative.row_argmax.div_argmax", div_argmax, HookType.REPLACE),
     (f"{_OPS}.attention.table_qk_norm_rope.table_qk_norm_rope_", table_qk_norm_rope_, HookType.REPLACE),
+    (f"{_OPS}.elementwise.elementwise.fused_gate_sigmoid_mul_add", fused_gate_sigmoid_mul_add, HookType.REPLACE),
+    ("torch.get_device_module", get_device_module, HookType.REPLACE),
     (
         "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
         maybe_enable_batch_invariant_mode,
