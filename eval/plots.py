@@ -49,7 +49,9 @@ def acceptance_charts(rows: list[dict]) -> Charts:
     def name_of(row: dict) -> str:
         """The drafter, its head where the rows hold several, and what else tells its lines apart."""
         name = row["drafter"] + (f" {row['head']}" if len(heads[row["drafter"]]) > 1 else "")
-        name += ", path refresh" if row.get("method") == "path_refresh" else ""
+        if (method := row.get("method", "one_pass")) != "one_pass":
+            name += f", {method.replace('_', ' ')}"
+        name += ", FP8 draft" if row.get("fp8_draft") else ""
         return name + (" (offline)" if row["engine"] == "offline" else "")
 
     title = "Accept length, SmolLM2-135M, {}"

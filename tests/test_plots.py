@@ -96,6 +96,8 @@ ACCEPTANCE = [
     accepted("jetflow", "gsm8k", 16, 2.0),
     accepted("jetflow", "gsm8k", 16, 2.1, engine="offline", method="one_pass"),
     accepted("jetflow", "gsm8k", 16, 2.2, engine="offline", method="path_refresh"),
+    accepted("jetflow", "gsm8k", 16, 1.7, engine="offline", method="chain"),
+    accepted("jetflow", "gsm8k", 16, 2.05, engine="offline", method="one_pass", fp8_draft=True),
     accepted("ddtree", "mbpp", 16, 1.5, "a"),
     accepted("ddtree", "mbpp", 16, 1.6, "b"),
 ]
@@ -108,6 +110,8 @@ def test_accept_lengths_are_charted_by_data_set_and_drafter():
             "jetflow": [(64, 3.0), (16, 2.0)],
             "jetflow (offline)": [(16, 2.1)],
             "jetflow, path refresh (offline)": [(16, 2.2)],
+            "jetflow, chain (offline)": [(16, 1.7)],
+            "jetflow, FP8 draft (offline)": [(16, 2.05)],
         },
         "accept_length_mbpp": {"ddtree a": [(16, 1.5)], "ddtree b": [(16, 1.6)]},
     }

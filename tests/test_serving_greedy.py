@@ -48,7 +48,7 @@ TREE_SERVERS = {
         32,
         "llama",
         ["--speculative-num-steps", "5"],
-        {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true}'},
+        {"SGL_SPECFLOW_OPTIONS": '{"path_refresh": true, "fp8_draft": true}'},
     ),
     "jetflow-64-two-ranks": ("jetflow", 64, "llama", ["--tp-size", "2"], {}),
     "jetflow-24-page-16-short": ("jetflow", 24, "llama", ["--page-size", "16", "--max-total-tokens", "512"], {}),

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 CONFLICTS = [
     ("pp_size", (1,), "pipeline parallelism is not supported; use one GPU a server, and --dp-size for more"),
     ("enable_dp_attention", (False, None), "data-parallel attention is not supported; use --dp-size alone"),
+    ("ep_size", (1, None), "expert parallelism is not tested with trees; use --tp-size alone"),
     ("attn_cp_size", (1, None), "context parallelism is not supported"),
     ("dcp_size", (1, None), "decode context parallelism is not supported"),
     ("disaggregation_mode", ("null", None), "serve prefill and decode from one server"),
