@@ -69,7 +69,7 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
         block_k,
         depth % block_k == 0,
         num_warps=4 if block_m <= 64 else 8,
-        num_stages=4,
+        num_stages=6 if block_m <= 32 else 4,
     )
     return out
 
