@@ -24,6 +24,8 @@ from sgl_specflow.eval.shapes import MODELS
 from sgl_specflow.eval.step_profile import profile
 from sgl_specflow.launch.server import Server, start
 
+from sgl_specflow.runtime.settings import OPTIONS_VARIABLE
+
 SHARED_FLAGS = [
     "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16",
     "--cuda-graph-backend-prefill", "disabled", "--chunked-prefill-size", "8192",
@@ -96,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
     parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
+    parser.add_argument("--fp8-budgets", type=numbers, default=[], help="budgets measured with fp8_draft as well")
     parser.add_argument("--plain-backends", default="triton,flashinfer", help="plain decoding is tried on each")
     parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
     parser.add_argument("--simulated-accept", type=float, default=4.0)
@@ -120,9 +123,11 @@ def main(arguments: list[str] | None = None) -> int:
         *("--model-path", str(target), *SHARED_FLAGS, "--max-running-requests", str(most)),
         *("--cuda-graph-max-bs-decode", str(most), "--max-total-tokens", str(options.max_total_tokens), *options.flags),
     ]
-    servers = {("plain", name): [*base, "--attention-backend", name] for name in options.plain_backends.split(",")}
-    for budget in options.budgets:
-        servers["jetflow", budget] = [
+    servers = {
+        ("plain", name, False): [*base, "--attention-backend", name] for name in options.plain_backends.split(",")
+    }
+    for budget, fp8 in [(b, False) for b in options.budgets] + [(b, True) for b in options.fp8_budgets]:
+        servers["jetflow", budget, fp8] = [
             *(*base, "--attention-backend", options.backend, "--speculative-algorithm", "jetflow"),
             *("--speculative-draft-model-path", str(head), "--speculative-num-draft-tokens", str(budget)),
         ]
@@ -130,9 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     def open_server(item):
         key, flags = item
-        log = options.logs / f"inflation-{options.model}-{key[0]}-{key[1]}.log"
+        algorithm, variant, fp8 = key
+        log = options.logs / f"inflation-{options.model}-{algorithm}-{variant}{'-fp8' if fp8 else ''}.log"
+        environment = simulated | {OPTIONS_VARIABLE: json.dumps({"fp8_draft": fp8})} if algorithm != "plain" else None
         try:
-            return key, start(flags, log=log, environment=simulated if key[0] != "plain" else None, timeout=400)
+            return key, start(flags, log=log, environment=environment, timeout=400)
         except Exception as error:
             return key, error
 
@@ -157,16 +164,19 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["rows"]:
         if "inflation" in row:
+            name = (
+                f"B={row['budget']}{' fp8' if row['fp8_draft'] else ''} batch {row['batch']} context {row['context']}"
+            )
             print(
-                f"B={row['budget']:<4} batch {row['batch']} context {row['context']:<6} plain {row['plain_ms']:.2f} ms "
-                f"({row['backend_plain']}) step {row['step_ms']:.2f} ms inflation {row['inflation']:.3f}"
+                f"{name:36} plain {row['plain_ms']:.2f} ms ({row['backend_plain']}) step {row['step_ms']:.2f} ms "
+                f"inflation {row['inflation']:.3f}"
             )
     return 1 if result["failures"] else 0
 
 
 def measure(result: dict, key: tuple, server: Server, point: tuple[int, int], options, profiled: bool) -> None:
     """Add one server's row, and its profile where wanted, at (batch, context) to `result`; what fails is noted there."""
-    (algorithm, variant), (batch, context) = key, point
+    (algorithm, variant, fp8), (batch, context) = key, point
     is_plain = algorithm == "plain"
     accept = 1.0 if is_plain else options.simulated_accept
     try:
@@ -188,7 +198,11 @@ def measure(result: dict, key: tuple, server: Server, point: tuple[int, int], op
         "steps": time_["steps"],
     }
     if not is_plain:
-        row |= {"simulated_accept": options.simulated_accept, "measured_accept": time_["tokens_a_step"]}
+        row |= {
+            "fp8_draft": fp8,
+            "simulated_accept": options.simulated_accept,
+            "measured_accept": time_["tokens_a_step"],
+        }
     result["rows"].append(row)
     if profiled:
         try:

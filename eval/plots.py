@@ -69,7 +69,7 @@ def throughput_charts(rows: list[dict]) -> Charts:
 
 def step_inflation_charts(rows: list[dict]) -> Charts:
     def name_of(row: dict) -> str:
-        return f"batch {row['batch']}, context {row['context']}"
+        return f"batch {row['batch']}, context {row['context']}" + (", FP8 draft" if row.get("fp8_draft") else "")
 
     title = "Step time against plain, {} shapes"
     return _charts(rows, "step_inflation", "model", title, "inflation (plain = 1)", name_of, "inflation")

@@ -9,6 +9,7 @@ What a pass reads from the scheduler's tables is copied before the pass: while i
 finished request's row to a new one.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,7 +111,8 @@ class TreeVerify:
             self.tree_base.init_forward_metadata_in_graph(self, forward_batch)
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
-        self.tree_base.init_cuda_graph_state(self, max_bs, max_num_tokens)
+        with _without_verify_buffers(self):
+            self.tree_base.init_cuda_graph_state(self, max_bs, max_bs)
         width = self.tree_req_to_token.shape[1]
         self.tree_graph_buffers = TreeMetadata.empty(
             max_bs, max_num_tokens // max_bs, width, self.tree_req_to_token.device
@@ -132,6 +134,21 @@ class TreeVerify:
         if save_kv_cache and k is not None:
             _write_nodes(self.token_to_kv_pool, layer, forward_batch, k, v)
         return _attend(self.token_to_kv_pool, self.tree_metadata, layer, forward_batch, q, sinks)
+
+
+@contextmanager
+def _without_verify_buffers(backend):
+    """While a backend allocates for CUDA graphs: nothing for its own verify pass, which ours replaces.
+
+    SGLang would take a byte a node and context position of every request for a mask, which it leaves out for draft runners;
+    the number of tokens that it is told decides about 4 to 8 bytes more for indices: gigabytes at a long context.
+    """
+    before = vars(backend).get("is_draft_runner")
+    backend.is_draft_runner = True
+    try:
+        yield
+    finally:
+        backend.is_draft_runner = before
 
 
 def _write_nodes(pool, layer, forward_batch, k, v) -> None:

@@ -26,7 +26,8 @@ class Verdict:
     Attributes:
         next_token: int64 [R, B], the target's choice at each node.
         hidden: [R * B, L * H], its hidden states at the head's layers.
-        logits_output: SGLang's output, its logits adjusted but not yet scaled by temperature.
+        logits_output: SGLang's output. Where log-probabilities are asked for, its logits are the adjusted ones, not yet
+            scaled by temperature; else the sampler may have overwritten them.
         can_run_cuda_graph: whether the pass was a graph replay.
         final_hidden: [R * B, H], its final-normed hidden states, where a drafter asked for them (`final_hidden`).
     """
@@ -93,7 +94,7 @@ class TreeVerifier:
     def _choose(self, logits_output, batch, tree: TokenTree, window: StepWindow) -> torch.Tensor:
         info = batch.sampling_info
         logits = logits_output.next_token_logits
-        if not info.is_all_greedy:
+        if batch.return_logprob and not info.is_all_greedy:
             # The sampler turns logits into probabilities in place; log-probabilities are computed from the logits later.
             logits_output = dataclasses.replace(logits_output, next_token_logits=logits.clone())
         sampler = self.target_worker.model_runner.sampler
