@@ -87,7 +87,8 @@ def step_bytes(requests: int, budget: int, vocabulary: int, hidden: int, hidden_
             hidden_bytes each. captured: batch sizes of the target's CUDA graphs.
 
     The float32 logits of all nodes, kept for the graphs, and three times as much for a sampled batch (its log-probabilities
-    need a copy, SGLang's softmax and filters make further ones); the hidden states that each captured graph keeps, and our copy.
+    need a copy, SGLang's softmax and filters make further ones); the hidden states that each captured graph
+    keeps, and our copy.
     """
     rows = requests * budget
     return 4 * rows * vocabulary * 4 + (sum(captured) + requests) * budget * hidden * hidden_bytes
