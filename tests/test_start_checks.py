@@ -302,6 +302,15 @@ def test_every_conflicting_flag_exists_in_sglang():
     assert [row[0] for row in conflicts if row[0] not in known] == []
 
 
+@pytest.mark.parametrize("asked, explicit", [("fp8", False), (None, False), (None, True)])
+def test_the_head_does_not_take_the_targets_quantization(asked, explicit):
+    arguments = types.SimpleNamespace(
+        speculative_draft_model_quantization=asked, _speculative_draft_quantization_explicitly_set=explicit
+    )
+    start_checks.keep_head_as_stored(arguments)
+    assert arguments.speculative_draft_model_quantization is None
+
+
 # --- heads and targets, through SGLang's own resolution ---------------------------------------------------------------
 
 
@@ -363,6 +372,7 @@ EDITED = {
     "with a head for 64 positions": {"max_position_embeddings": 64},
 }
 FLAGS = {
+    "--speculative-draft-model-quantization fp8": ["--speculative-draft-model-quantization", "fp8"],
     "--lora-paths": ["--lora-paths", "a=/x"],
     "KV pool of 30 tokens": ["--max-total-tokens", "30"],
 }

@@ -14,7 +14,7 @@ from sgl_specflow.drafter.checkpoint import check_checkpoint
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.names import DFLASH_TFM, is_tree_algorithm
-from sgl_specflow.runtime.settings import Options, TreeSettings
+from sgl_specflow.runtime.settings import OPTIONS_VARIABLE, Options, TreeSettings
 from sgl_specflow.runtime.tree_memory import check_pool, default_requests
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ def resolve_server_args(algorithm: str, server_args) -> None:
     refuse_conflicts(server_args)
     check_positive(server_args)
     check_memory_saver(server_args)
+    keep_head_as_stored(server_args)
     head = load_head_config(server_args)
     settings = TreeSettings.resolve(
         algorithm,
@@ -124,6 +125,18 @@ def resolve_server_args(algorithm: str, server_args) -> None:
             get_device_memory_capacity(server_args.device), settings.budget, head.vocab_size
         )
     logger.info(settings.describe())
+
+
+def keep_head_as_stored(server_args) -> None:
+    """SGLang quantises a draft model as --quantization says for the target; a tree's head is served as its folder has it."""
+    asked = server_args.speculative_draft_model_quantization
+    if asked is not None and server_args._speculative_draft_quantization_explicitly_set:
+        raise SpecflowConfigError(
+            given=f"--speculative-draft-model-quantization {asked}",
+            allowed="a head as its folder has it, or FP8 copies of its large matrices",
+            todo=f"""leave the flag out; for FP8 set {OPTIONS_VARIABLE}='{{"fp8_draft": true}}'""",
+        )
+    server_args.speculative_draft_model_quantization = None
 
 
 def check_head_first(server_args) -> None:
