@@ -44,12 +44,19 @@ class BatchError(Exception):
 def read_jobs(path: Path, defaults: dict) -> tuple[list[Job], list[str]]:
     """The jobs of a JSON lines file, and one message `file:line: reason` for each bad row. Empty lines are passed over."""
     jobs, bad = [], []
+    line_of: dict[str, int] = {}
     with path.open("rb") as stream:
         for index, line in enumerate(stream):
             if not line.strip():
                 continue
             try:
-                jobs.append(_job(index, json.loads(line), defaults))
+                job = _job(index, json.loads(line), defaults)
+                first = line_of.setdefault(json.dumps(job.id, sort_keys=True), index + 1)
+                if first != index + 1:
+                    raise ValueError(
+                        f'"id" {job.id!r} is that of line {first} too; a row without one is given its place, from 0'
+                    )
+                jobs.append(job)
             except (ValueError, RecursionError) as error:
                 bad.append(f"{path}:{index + 1}: {error}")
     return jobs, bad

@@ -183,6 +183,15 @@ def test_batch_names_bad_rows_before_it_asks_anything(tmp_path, fake, capsys):
     assert [row["index"] for row in read_rows(out)] == [0]
 
 
+def test_batch_refuses_rows_that_share_an_id(tmp_path, fake, capsys):
+    rows = [{"id": 1, "prompt": "a"}, {"prompt": "b"}, {"id": "1", "prompt": "c"}, {"id": "1", "prompt": "d"}]
+    prompts = write_rows(tmp_path / "p.jsonl", rows)
+    assert main(batch_arguments(prompts, tmp_path / "answers.jsonl", fake.url)) == 2
+    error = capsys.readouterr().err
+    assert f'{prompts}:2: "id" 1 is that of line 1' in error and f"{prompts}:4: \"id\" '1' is that of line 3" in error
+    assert f"{prompts}:3:" not in error and not fake.prompts
+
+
 def test_batch_lists_failed_rows_and_retries_them(tmp_path, fake):
     prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "one"}, {"id": "b", "prompt": "fail here"}])
     out, errors = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.errors"

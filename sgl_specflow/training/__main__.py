@@ -71,12 +71,15 @@ def export(words: list[str]) -> None:
 def evaluate(words: list[str]) -> None:
     import transformers
 
+    from sgl_specflow.drafter.config import HeadConfig
     from sgl_specflow.training.evaluate import continuations, table
     from sgl_specflow.training.evaluate import evaluate as measure
     from sgl_specflow.training.target_states import FrozenTarget
 
     config = _config(EvaluateConfig, words)
-    model, generate = _lockstep(config.target, 0)
+    for head in config.heads:
+        HeadConfig.load(head)  # before anything is computed
+    model, generate = _lockstep(config.target, 0, config.dtype)
     answers = continuations(config, transformers.AutoTokenizer.from_pretrained(config.target), generate)
     print(table(measure(config, FrozenTarget(model, ()), answers)))
 
@@ -86,18 +89,19 @@ def _trainer(config: TrainConfig):
     from sgl_specflow.training.target_states import FrozenTarget, load_model
     from sgl_specflow.training.trainer import Trainer, start_processes
 
+    responses = load_responses(config.responses)
     model = load_model(config.target, start_processes(), config.dtype)
-    head, responses = config.head.config(model.config), load_responses(config.responses)
+    head = config.head.config(model.config)
     return Trainer(config, head, FrozenTarget(model, head.target_layer_ids), responses), responses
 
 
-def _lockstep(target: str, seed: int):
+def _lockstep(target: str, seed: int, dtype: str = "auto"):
     import torch
 
     from sgl_specflow.training.lockstep import LockstepGenerator
     from sgl_specflow.training.target_states import load_model
 
-    model = load_model(target, "cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(target, "cuda" if torch.cuda.is_available() else "cpu", dtype)
     return model, LockstepGenerator(model, LOCKSTEP_BATCH, seed)
 
 
