@@ -37,7 +37,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static Dimensions threadIdx, blockIdx;
+static Dimensions threadIdx, blockIdx, gridDim;
 
 namespace on_cpu {
 

@@ -241,7 +241,7 @@ def _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out) -> 
         if not condition:
             raise UnsupportedGdnTree(f"the CUDA kernel of gdn_tree needs {rule}")
 
-    alignments = (("q", q, 16), ("k", k, 16), ("v", v, 16), ("a", a, 2), ("b", b, 2), ("out", out, 4))
+    alignments = (("q", q, 16), ("k", k, 16), ("v", v, 16), ("a", a, 2), ("b", b, 2), ("out", out, 16))
     for name, tensor, alignment in alignments:
         require(tensor.dtype == torch.bfloat16, f"{name} in bfloat16, not {tensor.dtype}")
         require(tensor.stride(-1) == 1, f"a last stride of 1 in {name}, not {tensor.stride()}")

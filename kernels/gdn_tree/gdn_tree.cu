@@ -60,7 +60,7 @@ constexpr int SHARED_BYTES = OTHER_BYTES + STAGED_BYTES + TILES_BYTES - LEFT_OUT
 static_assert(SHARED_BYTES == GDN_SHARED_BYTES, "cuda_kernel.py computes another amount of shared memory");
 // Blocks that a multiprocessor holds: two where memory and, without spills, registers allow it.
 constexpr int BLOCKS = TILES <= 4 && THREADS <= 256 && 2 * (SHARED_BYTES + 1024) <= GDN_SHARED_LIMIT + 1024 ? 2 : 1;
-static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0, "unsupported head dimensions");
+static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0 && SLICE <= KEY_DIM, "unsupported head dimensions");
 
 struct Stash {
     float* u;           // [rows, value heads, nodes, VALUE_DIM]: u' of the last verify
@@ -702,7 +702,7 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
     const int rows_left = count - lane.row;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
-        if (i < tiles)
+        if (TILES <= 8 || i < tiles)  // without a branch the loads are in flight together, where registers allow it
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int node = i * 16 + half * 8;  // counted from lane.row
@@ -792,23 +792,26 @@ __device__ __forceinline__ void solve_panel_at(int panel, float (&r)[TILES][4], 
     }
 }
 
+// Through shared memory, in place of q: whole rows of the block's columns leave it at once.
 __device__ __forceinline__ void write_output(const VerifyArguments& in, const float (&o)[TILES][4], const Shared& at,
                                              int count, int head, int column, const Lane& lane) {
-    const int64 stride = in.heads.value_heads * VALUE_DIM;
-    bf16* to = in.out + (int64(blockIdx.y) * in.nodes + lane.row) * stride + int64(head) * VALUE_DIM + column + 2 * lane.pair;
+    unsigned* own = reinterpret_cast<unsigned*>(at.q + value_place(lane.row, lane.warp)) + lane.pair;
     const float* norms = at.q_norm + lane.row;
-    const int rows_left = count - lane.row;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int node = i * 16 + half * 8;  // counted from lane.row
-            if (node < rows_left) {
-                const float factor = norms[node];
-                *reinterpret_cast<unsigned*>(to + node * stride) =
-                    pack_bf16(factor * o[i][half * 2], factor * o[i][half * 2 + 1]);
-            }
+            own[node * SLICE / 2] = pack_bf16(norms[node] * o[i][half * 2], norms[node] * o[i][half * 2 + 1]);
         }
+    __syncthreads();
+    const int64 stride = in.heads.value_heads * VALUE_DIM;
+    const int piece = threadIdx.x % (SLICE / 8);
+    int node = threadIdx.x / (SLICE / 8);
+    bf16* to = in.out + (blockIdx.y * in.nodes + node) * stride + int64(head) * VALUE_DIM + column + piece * 8;
+#pragma unroll 2
+    for (; node < count; node += 32, to += 32 * stride)
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(at.q + value_place(node, piece));
 }
 
 // Rows of padding, and of requests left out, are zero.
@@ -885,13 +888,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
             for (int node = threadIdx.x; node < count; node += THREADS)
                 stash.g[(buffer * in.heads.value_heads + head) * stash.nodes + node] =
                     (double(at.g[node].x) + double(at.g[node].y)) * (1.0 / LOG2_E);
-        if (blockIdx.x == 0) {
-            bf16* to = stash.k + (buffer * in.heads.key_heads + key_head) * stash.nodes * KEY_DIM;
+        // Blocks of a key head have the same k: each stashes its part.
+        bf16* to = stash.k + (buffer * in.heads.key_heads + key_head) * stash.nodes * KEY_DIM;
 #pragma unroll 1
-            for (int i = threadIdx.x; i < count * ROW_CHUNKS; i += THREADS)
-                reinterpret_cast<uint4*>(to)[i] =
-                    *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
-        }
+        for (int i = blockIdx.x * THREADS + threadIdx.x; i < count * ROW_CHUNKS; i += gridDim.x * THREADS)
+            reinterpret_cast<uint4*>(to)[i] = *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
     }
     if constexpr (!OVERLAID) load_state(s, at.state, lane);
     if (pending.length > 0) {
@@ -921,7 +922,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
             solve_panel_at<PANEL>(panel, r, o, at, rows_left, tiles, u_out, lane);
         }
     }
-    write_output(in, o, at, count, head, column + lane.warp * 8, lane);
+    write_output(in, o, at, count, head, column, lane);
 }
 
 // Grid [value heads * SLICES, R, layers]: the accepted path's nodes into the state of `destination`.
