@@ -700,21 +700,28 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
     const float2* path_g = at.g + lane.row;
     const float *norms = at.norm + lane.row, *betas = at.beta + lane.row;
     const int rows_left = count - lane.row;
+    // Four tiles at a time: their loads are in flight together.
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        if (TILES <= 8 || i < tiles)  // without a branch the loads are in flight together, where registers allow it
+    for (int start = 0; start < TILES; start += 4)
+        if (TILES <= 8 || start < tiles) {
+            unsigned v[4][2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int node = i * 16 + half * 8;  // counted from lane.row
-                const float2 g = path_g[node];
-                const float decay = exp2_approx(g.x + g.y), norm = norms[node], factor = norm * decay;
-                const float beta = norm * betas[node];
-                const unsigned v = node < rows_left ? value(i, half) : 0;
-                r[i][half * 2] = beta * (low_half(v) - factor * r[i][half * 2]);
-                r[i][half * 2 + 1] = beta * (high_half(v) - factor * r[i][half * 2 + 1]);
-                o[i][half * 2] *= decay;
-                o[i][half * 2 + 1] *= decay;
-            }
+            for (int i = 0; i < 8; ++i)
+                v[i / 2][i % 2] = (start * 2 + i) * 8 < rows_left ? value(start + i / 2, i % 2) : 0;
+#pragma unroll
+            for (int i = start; i < start + 4 && i < TILES; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int node = i * 16 + half * 8;  // counted from lane.row
+                    const float2 g = path_g[node];
+                    const float decay = exp2_approx(g.x + g.y), norm = norms[node], factor = norm * decay;
+                    const float beta = norm * betas[node];
+                    r[i][half * 2] = beta * (low_half(v[i - start][half]) - factor * r[i][half * 2]);
+                    r[i][half * 2 + 1] = beta * (high_half(v[i - start][half]) - factor * r[i][half * 2 + 1]);
+                    o[i][half * 2] *= decay;
+                    o[i][half * 2 + 1] *= decay;
+                }
+        }
 }
 
 // A panel's columns of the substitution over tiles: U_j = (I + X_jj)^-1 r_j, taken out of all later rows at once, and its
