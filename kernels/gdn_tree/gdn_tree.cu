@@ -665,14 +665,17 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int x = 0; x < 4; ++x) r[i][x] = o[i][x] = 0.0f;
+    constexpr bool AHEAD = TILES <= 8;  // the next step's columns are made during the first group's products
+    uint2 next[3];
+    as_columns(s[0], next);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-        uint2 columns[3];
-        as_columns(s[step], columns);
+        if (!AHEAD && step > 0) as_columns(s[step], next);
+        const uint2 columns[3] = {next[0], next[1], next[2]};
         // Groups of tiles keep several products in flight; a group's rows beyond `tiles` are not used.
 #pragma unroll
         for (int start = 0; start < TILES; start += GROUP)
-            if (start < tiles) {
+            if ((AHEAD && start == 0) || start < tiles) {
                 uint4 keys[GROUP], queries[GROUP];
                 float sums[GROUP][4] = {};
 #pragma unroll
@@ -695,6 +698,7 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i)
                     if (start + i < TILES) add(r[start + i], sums[i]);
+                if (AHEAD && start == 0 && step + 1 < K_STEPS) as_columns(s[step + 1], next);
             }
     }
     const float2* path_g = at.g + lane.row;
