@@ -60,6 +60,8 @@ def gdn_tree_verify(
                 where slot and row 0 are nobody's (SGLang reserves both)
     shape       for the CUDA kernel: another build than the one `cuda_kernel.select_shape` takes
 
+    The CUDA kernel needs rows of q, k and v, `out` and state slots aligned to 16 bytes.
+
     Raises ValueError for inputs that break this contract, UnsupportedGdnTree for those that the CUDA kernel does not
     serve, CudaToolsMissing where it cannot be built. The CUDA kernel compiles at a shape's first call (so call it once
     before a CUDA graph is captured); after that it allocates `out` alone and does not synchronise.
