@@ -1,6 +1,7 @@
 // Runs a CUDA kernel on the CPU, block by block: every thread is a fiber, warp-level instructions and barriers are
 // meeting points. It checks that warps do not diverge at one and that shared memory is not overrun; shared memory
-// starts as NaN, asynchronous copies land at the wait, and the order of warps can be reversed to expose races.
+// starts as NaN, asynchronous copies land at the wait, the order of warps can be reversed to expose races, and matrix
+// products are cut as tensor cores cut them.
 #pragma once
 #define GDN_TREE_ON_CPU
 #define CUDA_ON_CPU
@@ -36,7 +37,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static Dimensions threadIdx, blockIdx;
+static Dimensions threadIdx, blockIdx, gridDim;
 
 namespace on_cpu {
 
@@ -45,6 +46,7 @@ enum Status { READY, AT_WARP, AT_BLOCK, DONE };
 struct Copy {
     void* to;
     const void* from;
+    size_t bytes;
     bool valid;
 };
 using WarpOperation = void (*)(unsigned (*in)[12], unsigned (*out)[4]);
@@ -199,6 +201,17 @@ inline void transpose_matrix(unsigned (*in)[12], unsigned (*out)[4]) {
         out[lane][0] = x[column][row] | unsigned(x[column + 1][row]) << 16;
     }
 }
+// As tensor cores add: each term is cut to two bits below the last place of the greatest, and their sum to float32.
+inline float cut_sum(const double (&terms)[17]) {
+    double greatest = 0.0, sum = 0.0;
+    for (double term : terms) greatest = std::fmax(greatest, std::fabs(term));
+    int exponent;
+    std::frexp(greatest, &exponent);
+    const double unit = std::ldexp(1.0, exponent - 26);
+    for (double term : terms) sum += greatest > 0.0 && std::isfinite(term) ? std::trunc(term / unit) * unit : term;
+    const float rounded = float(sum);
+    return std::fabs(double(rounded)) > std::fabs(sum) ? std::nextafterf(rounded, 0.0f) : rounded;
+}
 inline void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
     double a[16][16], b[16][8];
     for (int lane = 0; lane < 32; ++lane) {
@@ -212,9 +225,9 @@ inline void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
     for (int lane = 0; lane < 32; ++lane)
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + (i >> 1) * 8, column = lane % 4 * 2 + (i & 1);
-            double sum = as_float(in[lane][6 + i]);
-            for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-            out[lane][i] = as_bits(float(sum));
+            double terms[17] = {as_float(in[lane][6 + i])};
+            for (int k = 0; k < 16; ++k) terms[k + 1] = a[row][k] * b[k][column];
+            out[lane][i] = as_bits(cut_sum(terms));
         }
 }
 inline void shuffle(unsigned (*in)[12], unsigned (*out)[4]) {
@@ -239,7 +252,9 @@ inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
 inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
 inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }
 inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
-inline float __expf(float x) { return expf(x); }
+inline float exp2_approx(float x) { return exp2f(x); }
+inline unsigned load_32(const void* from) { return *static_cast<const unsigned*>(from); }
+inline unsigned load_16(const void* from) { return *static_cast<const uint16_t*>(from); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
@@ -259,10 +274,13 @@ T __shfl_xor_sync(unsigned mask, T x, int lanes) {
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { return on_cpu::meet(on_cpu::greatest, {x})[0]; }
 inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
 
-inline void copy_async_16(void* to, const void* from, bool valid) {
-    if ((uint64_t(to) | uint64_t(from)) % 16) on_cpu::fail("an asynchronous copy is not aligned to 16 bytes");
-    on_cpu::fibers[on_cpu::running].open.push_back({to, from, valid});
+template <size_t BYTES>
+void copy_async(void* to, const void* from, bool valid) {
+    if ((uint64_t(to) | uint64_t(from)) % BYTES) on_cpu::fail("an asynchronous copy is not aligned to its size");
+    on_cpu::fibers[on_cpu::running].open.push_back({to, from, BYTES, valid});
 }
+inline void copy_async_16(void* to, const void* from, bool valid) { copy_async<16>(to, from, valid); }
+inline void copy_async_8(void* to, const void* from, bool valid) { copy_async<8>(to, from, valid); }
 inline void copy_async_commit() {
     on_cpu::Fiber& self = on_cpu::fibers[on_cpu::running];
     self.groups.push_back(std::move(self.open));
@@ -273,7 +291,7 @@ void copy_async_wait() {
     auto& groups = on_cpu::fibers[on_cpu::running].groups;
     while (groups.size() > PENDING) {
         for (const on_cpu::Copy& copy : groups.front())
-            copy.valid ? memcpy(copy.to, copy.from, 16) : memset(copy.to, 0, 16);
+            copy.valid ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
         groups.erase(groups.begin());
     }
 }

@@ -142,10 +142,8 @@ def make_layer(
     )
 
 
-def accept_leaf(layer: Layer, seed: int) -> list[list[int]]:
-    """Records a random accepted path for each request; returns the paths."""
-    source = random.Random(seed)
-    paths = [path_to(row, source.randrange(len(row))) for row in layer.parent]
+def accept(layer: Layer, paths: list[list[int]]) -> None:
+    """Records each request's accepted path."""
     longest = max(map(len, paths))
     device = layer.rows.device
     layer.pending.record(
@@ -153,6 +151,13 @@ def accept_leaf(layer: Layer, seed: int) -> list[list[int]]:
         torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
         torch.tensor([len(path) for path in paths], device=device),
     )
+
+
+def accept_leaf(layer: Layer, seed: int) -> list[list[int]]:
+    """Records a random accepted path for each request; returns the paths."""
+    source = random.Random(seed)
+    paths = [path_to(row, source.randrange(len(row))) for row in layer.parent]
+    accept(layer, paths)
     return paths
 
 

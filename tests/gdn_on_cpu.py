@@ -48,7 +48,7 @@ def verify_on_cpu(shape, layer, scale: float, backwards: bool = False) -> torch.
         build(shape).verify_on_cpu,
         arguments,
         shape.shared_bytes,
-        cuda_kernel.verify_grid(shape, layer.v.shape[1], requests),
+        cuda_kernel.verify_grid(shape, arguments, requests),
         backwards,
     )
     return out
@@ -57,7 +57,7 @@ def verify_on_cpu(shape, layer, scale: float, backwards: bool = False) -> torch.
 def flush_on_cpu(shape, state, slots, destination, stash, rows, pending, length, backwards: bool = False) -> None:
     arguments = cuda_kernel.flush_arguments(state, slots, destination, stash, rows, pending, length)
     grid = (shape.slices * state.shape[2], len(slots), state.shape[0])
-    _run(build(shape).flush_on_cpu, arguments, shape.path_bytes, grid, backwards)
+    _run(build(shape).flush_on_cpu, arguments, shape.flush_bytes, grid, backwards)
 
 
 def _run(function, arguments, shared_bytes: int, grid, backwards: bool) -> None:

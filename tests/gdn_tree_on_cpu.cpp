@@ -4,6 +4,7 @@
 
 template <class Arguments>
 static void run(void (*kernel)(Arguments), const Arguments& arguments, size_t shared_bytes, const int* grid, int reversed) {
+    gridDim = {grid[0], grid[1], grid[2]};
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; ++x) {

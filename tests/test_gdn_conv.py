@@ -79,9 +79,8 @@ def test_a_request_without_a_slot_is_left_out(implementation):
     before = window.clone()
     out = tree_conv(x, window[0], slots, nearest_ancestors(trees(rows), 3), weight, implementation=implementation)
     assert not out[:9].any() and out[9:].any()
-    commit_windows(
-        window, inputs, slots, torch.zeros(2, 1), torch.tensor([1, 0]).to(DEVICE), implementation=implementation
-    )
+    path, length = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE), torch.tensor([1, 0], device=DEVICE)
+    commit_windows(window, inputs, slots, path, length, implementation=implementation)
     assert torch.equal(window, before)
 
 

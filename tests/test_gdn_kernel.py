@@ -30,7 +30,14 @@ def gpu(test):
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
 @pytest.mark.parametrize(
     "target, nodes, dim, state_bf16",
-    [("sm_80", 64, 128, False), ("sm_90a", 64, 128, False), ("sm_100a", 64, 128, False), ("sm_90a", 16, 64, True)],
+    [
+        ("sm_80", 64, 128, False),
+        ("sm_90a", 16, 128, False),
+        ("sm_90a", 64, 128, False),
+        ("sm_90a", 128, 128, False),
+        ("sm_100a", 64, 128, False),
+        ("sm_90a", 16, 64, True),
+    ],
 )
 def test_compiles_with_nvcc(target, nodes, dim, state_bf16, tmp_path):
     shape = cuda_kernel.select_shape(nodes, dim, dim, state_bf16, LIMITS[target])

@@ -5,10 +5,10 @@ import copy
 import gdn_on_cpu
 import pytest
 import torch
-from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
+from gdn_cases import TREE_SHAPES, accept, accept_leaf, make_layer, parents, path_to, relative_error
 from sgl_specflow.kernels.gdn_tree import TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape
-from sgl_specflow.kernels.gdn_tree.naive import commit_path, gates, inverse_norm, tree_triangular
+from sgl_specflow.kernels.gdn_tree.naive import commit_path, gates, inverse_norm, tree_recurrence, tree_triangular
 from sgl_specflow.kernels.gdn_tree.tiled import commit_tiled, verify_tiled
 
 from sgl_specflow.tree import unpack_bits
@@ -140,3 +140,39 @@ def test_flush_then_verify_gives_the_bits_of_verify():
     flushed.pending.clear(flushed.rows.long())
     assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, flushed, 0.125), gdn_on_cpu.verify_on_cpu(shape, fused, 0.125))
     assert torch.equal(flushed.state, fused.state)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "tree, options",
+    [
+        (("chain", 128), {}),
+        (("chain", 128), {"decay": "one"}),
+        (("recent", 128), {"beta": "one"}),
+        (("recent", 256), {}),
+        (("comb", 256), {}),
+    ],
+    ids=str,
+)
+def test_the_states_error_is_at_most_twice_that_of_float32_steps_along_the_path(tree, options):
+    """SGLang's kernel takes those steps: one node after the other, all in float32."""
+    layer = make_layer(1, [parents(*tree)], 1, 2, 128, **options)
+    shape = KernelShape(-(-tree[1] // 16), 128, 128, 64, False, HOPPER)
+    path = path_to(layer.parent[0], tree[1] - 1)
+    slot = int(layer.slots[0])
+
+    def state_after_path(dtype):
+        q, k, v, a, b, A_log, dt_bias, state = (
+            x.to(dtype)
+            for x in (layer.q, layer.k, layer.v, layer.a, layer.b, layer.A_log, layer.dt_bias, layer.state[slot])
+        )
+        k = (k * inverse_norm(k)).repeat_interleave(2, dim=1)[path]
+        g, beta = gates(a[path], b[path], A_log, dt_bias)
+        return tree_recurrence(k, k, v[path], g, beta, state, torch.arange(len(path)) - 1)[1][-1]
+
+    exact, stepwise = state_after_path(torch.float64), state_after_path(torch.float32)
+    gdn_on_cpu.verify_on_cpu(shape, layer, 128**-0.5)
+    accept(layer, [path])
+    stash = TreeStash(layer.stash.u[None], layer.stash.k[None], layer.stash.g[None])
+    gdn_on_cpu.flush_on_cpu(shape, layer.state[None], layer.slots, layer.slots, stash, layer.rows, layer.pending, None)
+    assert relative_error(layer.state[slot], exact) < 2 * relative_error(stepwise, exact)

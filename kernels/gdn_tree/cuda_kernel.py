@@ -47,13 +47,26 @@ class KernelShape:
     def _bytes(self, panel: int) -> int:
         nodes = self.tiles * TILE
         rows = 2 * nodes * self.key_dim * 2  # k and q
+        words = -(-nodes // 32)
         panel_tiles = panel * self.tiles - panel * (panel - 1) // 2
-        vectors = nodes * 28 + nodes * (-(-nodes // 32)) * 4 + self.tiles * 4
-        return rows + panel_tiles * 2560 + self.path_bytes + vectors
+        staged, values = self._state_bytes + words * 1024, nodes * self.value_slice * 2
+        vectors = nodes * 20 + nodes * words * 4 + self.tiles * 4
+        others = rows + self._path_bytes + vectors
+        apart = others + panel_tiles * 2560 + staged + values
+        return apart if apart <= self.shared_limit else others + max(panel_tiles * 2560, staged)
 
     @property
-    def path_bytes(self) -> int:
-        return 16 * self.key_dim * 2
+    def _state_bytes(self) -> int:
+        return self.value_slice * self.key_dim * (2 if self.state_bf16 else 4)
+
+    @property
+    def _path_bytes(self) -> int:
+        return 16 * self.key_dim * 2 + 16 * (self.value_slice + 4) * 4 + 18 * 8
+
+    @property
+    def flush_bytes(self) -> int:
+        """Shared memory of the flush: the block's state and sixteen nodes of the path."""
+        return self._state_bytes + self._path_bytes
 
     @property
     def fits(self) -> bool:
@@ -224,8 +237,8 @@ def flush_arguments(state, slots, destination, stash, rows, pending, length) -> 
     )
 
 
-def verify_grid(shape: KernelShape, value_heads: int, requests: int) -> tuple[int, int, int]:
-    return shape.slices * value_heads, requests, 1
+def verify_grid(shape: KernelShape, arguments: VerifyArguments, requests: int) -> tuple[int, int, int]:
+    return shape.slices * arguments.heads.group, requests, arguments.heads.key_heads
 
 
 @functools.cache
@@ -245,13 +258,13 @@ def compile_for(shape: KernelShape, target: str) -> bytes:
 
 
 def launch_verify(shape: KernelShape, arguments: VerifyArguments, requests: int, device: int) -> None:
-    grid = verify_grid(shape, arguments.heads.value_heads, requests)
+    grid = verify_grid(shape, arguments, requests)
     _launch(shape, "gdn_tree_verify", grid, shape.shared_bytes, arguments, device)
 
 
 def launch_flush(shape: KernelShape, arguments: FlushArguments, requests: int, layers: int, device: int) -> None:
     grid = (shape.slices * arguments.heads.value_heads, requests, layers)
-    _launch(shape, "gdn_tree_flush", grid, shape.path_bytes, arguments, device)
+    _launch(shape, "gdn_tree_flush", grid, shape.flush_bytes, arguments, device)
 
 
 def _launch(shape, name, grid, shared_bytes, arguments, device) -> None:

@@ -60,6 +60,8 @@ def gdn_tree_verify(
                 where slot and row 0 are nobody's (SGLang reserves both)
     shape       for the CUDA kernel: another build than the one `cuda_kernel.select_shape` takes
 
+    The CUDA kernel needs rows of q, k and v, `out` and state slots aligned to 16 bytes.
+
     Raises ValueError for inputs that break this contract, UnsupportedGdnTree for those that the CUDA kernel does not
     serve, CudaToolsMissing where it cannot be built. The CUDA kernel compiles at a shape's first call (so call it once
     before a CUDA graph is captured); after that it allocates `out` alone and does not synchronise.
@@ -131,7 +133,7 @@ def gdn_tree_flush(
         return (flush_naive if chosen == "naive" else flush_batched)(
             state, slots, destination, stash, rows, pending, length
         )
-    _check_state(state[0])
+    _check_state(state)
     _check_stash(stash)
     shape = _cuda_shape(TILE_NODES, stash.k.shape[-1], state.shape[3], state)
     arguments = cuda_kernel.flush_arguments(state, slots, destination, stash, rows, pending, length)
@@ -241,7 +243,8 @@ def _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out) -> 
         if not condition:
             raise UnsupportedGdnTree(f"the CUDA kernel of gdn_tree needs {rule}")
 
-    for name, tensor, alignment in (("q", q, 16), ("k", k, 16), ("v", v, 4), ("a", a, 2), ("b", b, 2), ("out", out, 4)):
+    alignments = (("q", q, 16), ("k", k, 16), ("v", v, 16), ("a", a, 2), ("b", b, 2), ("out", out, 16))
+    for name, tensor, alignment in alignments:
         require(tensor.dtype == torch.bfloat16, f"{name} in bfloat16, not {tensor.dtype}")
         require(tensor.stride(-1) == 1, f"a last stride of 1 in {name}, not {tensor.stride()}")
         elements = alignment // 2
@@ -265,9 +268,13 @@ def _check_cuda(q, k, v, a, b, A_log, dt_bias, state, ancestors, stash, out) -> 
 
 
 def _check_state(state: torch.Tensor) -> None:
-    if not state[0].is_contiguous():
+    """state [slots, ...] or, of several layers, [layers, slots, ...]."""
+    slot = state[(0,) * (state.dim() - 3)]
+    steps = (step * state.element_size() for step in state.stride()[: state.dim() - 3])
+    if not slot.is_contiguous() or state.data_ptr() % 16 or any(step % 16 for step in steps):
         raise UnsupportedGdnTree(
-            f"the CUDA kernel of gdn_tree needs contiguous state slots, not strides {state.stride()}"
+            "the CUDA kernel of gdn_tree needs contiguous state slots aligned to 16 bytes, not strides "
+            f"{state.stride()} of {state.dtype}"
         )
 
 

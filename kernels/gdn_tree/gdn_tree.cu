@@ -9,7 +9,8 @@
 //     o_i  = s_i (e^{G_i} S q_i + sum_j e^{G_i - G_j} (k_j . q_i) u'_j),                  s_i = scale / |q_i|
 //     S   <- e^{G_p} S + sum_j e^{G_p - G_j} u'_j k_j^T  over the accepted path that ends at p
 // Precision: float32 operands are sums of bfloat16 terms. S, X, the diagonal inverses and U have three for U, and S, Y and
-// U two for O, so that U and the state keep float32's accuracy. G is summed in float64 and kept as two floats.
+// U two for O, and what U depends on is summed in tensor cores over few products only (`add`), so that U and the state keep
+// float32's accuracy. G is summed in float64 and kept as two floats.
 //
 // Compiled for one shape: GDN_TILES (16 nodes each), GDN_PANEL (column tiles of X and Y that shared memory holds at a
 // time), GDN_KEY_DIM, GDN_VALUE_DIM, GDN_SLICE, GDN_STATE_BF16, GDN_SHARED_LIMIT (bytes a block may use) and
@@ -38,17 +39,28 @@ constexpr int THREADS = WARPS * 32;
 constexpr int K_STEPS = KEY_DIM / 16;
 constexpr int ROW_CHUNKS = KEY_DIM / 8;  // 16-byte pieces of a k or q row
 constexpr int WORDS = (NODES + 31) / 32;
+constexpr double LOG2_E = 1.4426950408889634;
 
-constexpr int ROWS_BYTES = NODES * KEY_DIM * 2;                            // k, and the same of q
-constexpr int PANEL_TILES = PANEL * TILES - PANEL * (PANEL - 1) / 2;       // tiles (i, j), i >= j, of the first panel
-constexpr int X_TERM = 3 * 512, Y_TERM = 2 * 512;                          // bytes of a tile: three and two terms
-constexpr int PATH_BYTES = 16 * KEY_DIM * 2;
-constexpr int VECTOR_BYTES = NODES * (8 + 8 + 3 * 4) + NODES * WORDS * 4 + TILES * 4;
-constexpr int SHARED_BYTES = 2 * ROWS_BYTES + PANEL_TILES * (X_TERM + Y_TERM) + PATH_BYTES + VECTOR_BYTES;
+constexpr int ROWS_BYTES = NODES * KEY_DIM * 2;                       // k, and the same of q
+constexpr int PANEL_TILES = PANEL * TILES - PANEL * (PANEL - 1) / 2;  // tiles (i, j), i >= j, of the first panel
+constexpr int X_TERM = 3 * 512, Y_TERM = 2 * 512;                     // bytes of a tile: three and two terms
+constexpr int STATE_SIZE = GDN_STATE_BF16 ? 2 : 4;
+constexpr int STATE_BYTES = SLICE * KEY_DIM * STATE_SIZE, VALUE_BYTES = NODES * SLICE * 2, SUMS_BYTES = WORDS * 1024;
+constexpr int TILES_BYTES = PANEL_TILES * (X_TERM + Y_TERM);
+constexpr int PATH_U_ROW = SLICE + 4;
+constexpr int PATH_BYTES = 16 * KEY_DIM * 2 + 16 * PATH_U_ROW * 4 + 18 * 8;
+constexpr int VECTOR_BYTES = NODES * (8 + 3 * 4) + NODES * WORDS * 4 + TILES * 4;
+constexpr int OTHER_BYTES = 2 * ROWS_BYTES + PATH_BYTES + VECTOR_BYTES;
+// Where memory is short, X and Y take the place of the state, which waits in registers meanwhile, and v stays outside.
+constexpr bool OVERLAID = OTHER_BYTES + STATE_BYTES + SUMS_BYTES + VALUE_BYTES + TILES_BYTES > GDN_SHARED_LIMIT;
+constexpr int STAGED_BYTES = STATE_BYTES + SUMS_BYTES + (OVERLAID ? 0 : VALUE_BYTES);
+constexpr int TILES_AT = 2 * ROWS_BYTES + (OVERLAID ? 0 : STAGED_BYTES);
+constexpr int LEFT_OUT = !OVERLAID ? 0 : TILES_BYTES < STAGED_BYTES ? TILES_BYTES : STAGED_BYTES;
+constexpr int SHARED_BYTES = OTHER_BYTES + STAGED_BYTES + TILES_BYTES - LEFT_OUT;
 static_assert(SHARED_BYTES == GDN_SHARED_BYTES, "cuda_kernel.py computes another amount of shared memory");
 // Blocks that a multiprocessor holds: two where memory and, without spills, registers allow it.
 constexpr int BLOCKS = TILES <= 4 && THREADS <= 256 && 2 * (SHARED_BYTES + 1024) <= GDN_SHARED_LIMIT + 1024 ? 2 : 1;
-static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0, "unsupported head dimensions");
+static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0 && SLICE <= KEY_DIM, "unsupported head dimensions");
 
 struct Stash {
     float* u;           // [rows, value heads, nodes, VALUE_DIM]: u' of the last verify
@@ -103,9 +115,11 @@ struct Lane {
 __device__ __forceinline__ float from_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ float low_half(unsigned x) { return from_bits(x << 16); }
 __device__ __forceinline__ float high_half(unsigned x) { return from_bits(x & 0xffff0000u); }
-__device__ __forceinline__ float read_scalar(const void* data, int64 i, bool is_bf16) {
-    return is_bf16 ? from_bits(unsigned(static_cast<const bf16*>(data)[i]) << 16) : static_cast<const float*>(data)[i];
+// A bfloat16 or float32 as it lies in memory, and its value.
+__device__ __forceinline__ unsigned load_scalar(const void* data, int64 i, bool is_bf16) {
+    return is_bf16 ? load_16(static_cast<const bf16*>(data) + i) : load_32(static_cast<const float*>(data) + i);
 }
+__device__ __forceinline__ float scalar_value(unsigned bits, bool is_bf16) { return from_bits(is_bf16 ? bits << 16 : bits); }
 
 // x and y as sums of TERMS packed bfloat16 pairs.
 template <int TERMS>
@@ -118,6 +132,12 @@ __device__ __forceinline__ void split_bf16(float x, float y, unsigned (&terms)[T
     }
 }
 
+// Tensor cores cut each sum to float32 instead of rounding it, towards zero: what must keep float32's accuracy is summed in
+// them from zero over few products, and added here.
+__device__ __forceinline__ void add(float (&c)[4], const float (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += x[i];
+}
 // A [16, 16] by [16, 8] product of two sums of three terms each, the parts above 2^-24 of the whole.
 __device__ __forceinline__ void mma_three_terms(float (&c)[4], const uint4 (&a)[3], const uint2 (&b)[3], int product) {
     constexpr int OF_A[6] = {2, 0, 1, 1, 0, 0}, OF_B[6] = {0, 2, 1, 0, 1, 0};  // the smallest first
@@ -161,27 +181,46 @@ __device__ __forceinline__ void load_columns(unsigned (&m)[4], bf16* rows, int t
 }
 
 // --------------------------------------------------------------------------------------------------------- the state
-// A warp's 8 value columns of one head's state, transposed: [KEY_DIM, 8] as C fragments, one for 16 rows.
-typedef float StateColumns[K_STEPS][4];
-
+// A block's value columns of one head's state are a contiguous [SLICE, KEY_DIM]; in shared memory each row's groups of 8
+// keys stand in an order that depends on the row, for reads without bank conflicts.
+__device__ __forceinline__ int state_place(int value, int group) {
+    return value * KEY_DIM + ((group ^ (value >> 1 & 3)) << 3);
+}
 __device__ __forceinline__ int64 state_offset(const State& state, int slot, int head, int column) {
     return slot * state.slot_stride + (int64(head) * VALUE_DIM + column) * KEY_DIM;
 }
-__device__ __forceinline__ void load_state(StateColumns& s, const State& state, int64 offset, const Lane& at) {
+__device__ __forceinline__ void fetch_state(unsigned char* to, const State& state, int64 offset) {
+    constexpr int ROW_PIECES = KEY_DIM * STATE_SIZE / 16, GROUP_PIECES = STATE_SIZE / 2;
+    const unsigned char* from = static_cast<const unsigned char*>(state.data) + offset * STATE_SIZE;
 #pragma unroll
-    for (int m = 0; m < K_STEPS; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            s[m][i] = read_scalar(state.data, offset + (2 * at.pair + (i & 1)) * KEY_DIM + m * 16 + at.row + (i >> 1) * 8,
-                                  GDN_STATE_BF16);
+    for (int start = 0; start < STATE_BYTES / 16; start += THREADS) {
+        const int i = start + threadIdx.x, value = i / ROW_PIECES, piece = i % ROW_PIECES;
+        copy_async_16(to + state_place(value, piece / GROUP_PIECES) * STATE_SIZE + piece % GROUP_PIECES * 16, from + i * 16,
+                      true);
+    }
 }
-// Writes the columns, and leaves in s what the next reader will see.
-__device__ __forceinline__ void store_state(StateColumns& s, const State& state, int64 offset, const Lane& at) {
+
+// A warp's 8 value columns, transposed: [KEY_DIM, 8] as C fragments, one for 16 rows.
+typedef float StateColumns[K_STEPS][4];
+
+__device__ __forceinline__ void load_state(StateColumns& s, const unsigned char* from, const Lane& at) {
 #pragma unroll
     for (int m = 0; m < K_STEPS; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int64 to = offset + (2 * at.pair + (i & 1)) * KEY_DIM + m * 16 + at.row + (i >> 1) * 8;
+            const int place = state_place(at.warp * 8 + 2 * at.pair + (i & 1), m * 2 + (i >> 1)) + at.row;
+            s[m][i] = GDN_STATE_BF16 ? from_bits(unsigned(reinterpret_cast<const bf16*>(from)[place]) << 16)
+                                     : reinterpret_cast<const float*>(from)[place];
+        }
+}
+// Writes the columns, and leaves in s what the next reader will see.
+__device__ __forceinline__ void store_state(StateColumns& s, const State& state, int64 offset, const Lane& at) {
+    offset += (at.warp * 8 + 2 * at.pair) * KEY_DIM + at.row;
+#pragma unroll
+    for (int m = 0; m < K_STEPS; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int64 to = offset + (i & 1) * KEY_DIM + m * 16 + (i >> 1) * 8;
             if (GDN_STATE_BF16) {
                 const unsigned rounded = pack_bf16(s[m][i], 0.0f);
                 static_cast<bf16*>(state.data)[to] = static_cast<bf16>(rounded);
@@ -198,10 +237,10 @@ struct Pending {
     const int* path;
     __device__ __forceinline__ Pending(const Stash& stash, int row, const Lane& at) : row(row), length(0), parity(0), first(0) {
         if (row < 0) return;
-        length = stash.length[row];
-        parity = stash.parity[row];
         path = stash.path + row * stash.path_stride;
-        if (at.lane < stash.path_stride) first = path[at.lane];
+        length = int(load_32(stash.length + row));
+        if (at.lane < stash.path_stride) first = int(load_32(path + at.lane));
+        parity = int(load_32(stash.parity + row));
     }
     // The path's j-th node, for all lanes of the warp at once; any node beyond the path's end.
     __device__ __forceinline__ int node(int j) const {
@@ -210,90 +249,118 @@ struct Pending {
     }
 };
 
-// Sixteen nodes of the pending path, on their way into a warp's columns: keys to shared memory, U and G to registers.
-struct PathNodes {
-    const double* g;
+// Where a row's last verify left its nodes, for one head and the block's columns.
+struct PathSource {
     const bf16* k;
     const float* u;
-    double last, node_g[4];
-    float node_u[4];
-    __device__ __forceinline__ PathNodes(const Pending& pending, const Stash& stash, const Heads& heads, int layer, int head,
-                                         int column, const Lane& at)
-        : g(nullptr) {
-        if (pending.length <= 0) return;
-        const int key_head = head / int(heads.group), row = pending.row;
-        const int64 buffer = int64(pending.parity) * stash.rows + row;
-        g = stash.g + layer * stash.layer_g + (buffer * heads.value_heads + head) * stash.nodes;
+    const double* g;
+    __device__ __forceinline__ PathSource(const Pending& pending, const Stash& stash, const Heads& heads, int layer,
+                                          int key_head, int head, int column) {
+        const int64 row = pending.row, buffer = pending.parity * stash.rows + row;
         k = stash.k + layer * stash.layer_k + (buffer * heads.key_heads + key_head) * stash.nodes * KEY_DIM;
-        u = stash.u + layer * stash.layer_u + (int64(row) * heads.value_heads + head) * stash.nodes * VALUE_DIM + column + at.row;
-        last = g[pending.node(pending.length - 1)];
+        u = stash.u + layer * stash.layer_u + (row * heads.value_heads + head) * stash.nodes * VALUE_DIM + column;
+        g = stash.g + layer * stash.layer_g + (buffer * heads.value_heads + head) * stash.nodes;
     }
-    __device__ __forceinline__ void fetch(const Pending& pending, int start, bf16* path_k, const Lane& at) {
-        for (int i = threadIdx.x; i < 16 * ROW_CHUNKS; i += THREADS) {
-            const int j = start + i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
-            copy_async_16(row_piece(path_k, i / ROW_CHUNKS, piece), k + int64(pending.node(j)) * KEY_DIM + piece * 8,
-                          j < pending.length);
+};
+
+// Sixteen nodes of the pending path in shared memory: raw k [16][KEY_DIM] with its pieces permuted, u' [16][PATH_U_ROW] of
+// the block's columns, and G, followed by that of the path's end.
+struct PathNodes {
+    bf16* k;
+    float* u;
+    double* g;
+    __device__ __forceinline__ PathNodes(unsigned char* base)
+        : k(reinterpret_cast<bf16*>(base)),
+          u(reinterpret_cast<float*>(k + 16 * KEY_DIM)),
+          g(reinterpret_cast<double*>(u + 16 * PATH_U_ROW)) {}
+    // Asks for the nodes from the path's `start` on; beyond its end they are zero. All threads of the block call it.
+    __device__ __forceinline__ void fetch(const Pending& pending, int start, const PathSource& from) const {
+        constexpr int U_PIECES = SLICE / 4;
+#pragma unroll
+        for (int first = 0; first < 16 * ROW_CHUNKS; first += THREADS) {
+            const int i = first + threadIdx.x, at = i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
+            if (16 * ROW_CHUNKS % THREADS && i >= 16 * ROW_CHUNKS) break;
+            copy_async_16(row_piece(k, at, piece), from.k + pending.node(start + at) * KEY_DIM + piece * 8,
+                          start + at < pending.length);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int j = start + 2 * at.pair + (i & 1) + (i >> 1) * 8, node = pending.node(j);
-            node_g[i] = j < pending.length ? g[node] : last;
-            node_u[i] = j < pending.length ? u[int64(node) * VALUE_DIM] : 0.0f;
+        for (int first = 0; first < 16 * U_PIECES; first += THREADS) {
+            const int i = first + threadIdx.x, at = i / U_PIECES, piece = i % U_PIECES;
+            copy_async_16(u + at * PATH_U_ROW + piece * 4, from.u + pending.node(start + at) * VALUE_DIM + piece * 4,
+                          start + at < pending.length);
         }
+        if (threadIdx.x < 32) {
+            const int i = threadIdx.x, j = i == 16 ? pending.length - 1 : start + i, node = pending.node(j);
+            if (i <= 16) copy_async_8(g + i, from.g + node, j < pending.length);
+        }
+        copy_async_commit();
     }
 };
 
 // Adds the pending path's nodes to a warp's columns. All threads of the block call it; the first sixteen nodes have been
-// fetched, and their copies are the last that were asked for.
-__device__ __forceinline__ void commit_path(StateColumns& s, PathNodes& nodes, const Pending& pending, bf16* path_k,
-                                            const Lane& at) {
-    const float decay = __expf(float(nodes.last));
+// asked for, and their copies are the last that were.
+__device__ __forceinline__ void commit_path(StateColumns& s, const PathNodes& nodes, const Pending& pending,
+                                            const PathSource& from, const Lane& at) {
+#pragma unroll 1
+    for (int start = 0; start < pending.length; start += 16) {
+        if (start) {
+            __syncthreads();
+            nodes.fetch(pending, start, from);
+        }
+        copy_async_wait<0>();
+        __syncthreads();
+        const double last = nodes.g[16];
+        if (!start) {
+            const float decay = exp2_approx(float(last * LOG2_E));
 #pragma unroll
-    for (int m = 0; m < K_STEPS; ++m)
+            for (int m = 0; m < K_STEPS; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][i] *= decay;
-    for (int start = 0;;) {
+                for (int i = 0; i < 4; ++i) s[m][i] *= decay;
+        }
         float weighted[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) weighted[i] = __expf(float(nodes.last - nodes.node_g[i])) * nodes.node_u[i];
+        for (int i = 0; i < 4; ++i) {
+            const int node = 2 * at.pair + (i & 1) + (i >> 1) * 8;
+            weighted[i] =
+                exp2_approx(float((last - nodes.g[node]) * LOG2_E)) * nodes.u[node * PATH_U_ROW + at.warp * 8 + at.row];
+        }
         unsigned first[3], second[3];
         split_bf16(weighted[0], weighted[1], first);
         split_bf16(weighted[2], weighted[3], second);
-        copy_async_wait<0>();
-        __syncthreads();
 #pragma unroll
         for (int m = 0; m < K_STEPS; ++m) {
             unsigned keys[4];
             load_matrix_x4_transposed(
-                keys, row_piece(path_k, (at.lane & 7) + (at.lane >> 4) * 8, m * 2 + (at.lane >> 3 & 1)));
+                keys, row_piece(nodes.k, (at.lane & 7) + (at.lane >> 4) * 8, m * 2 + (at.lane >> 3 & 1)));
+            float sum[4] = {};
 #pragma unroll
-            for (int term = 2; term >= 0; --term) mma_bf16(s[m], keys, first[term], second[term]);
+            for (int term = 2; term >= 0; --term) mma_bf16(sum, keys, first[term], second[term]);
+            add(s[m], sum);
         }
-        if ((start += 16) >= pending.length) return;
-        __syncthreads();
-        nodes.fetch(pending, start, path_k, at);
-        copy_async_commit();
     }
 }
 
 // --------------------------------------------------------------------------------------------- phases of the verify
 struct Shared {
-    bf16 *k, *q;    // [NODES][KEY_DIM], pieces permuted
-    uint4* x;       // the panel's tiles of -X, and of the diagonal's (I + X)^-1: [tile][term][lane], A fragments
-    uint4* y;       // its tiles of Y
-    bf16* path_k;   // [16][KEY_DIM], pieces permuted
-    double* own_g;
-    float2* g;      // G as the sum of two floats
+    bf16 *k, *q;           // [NODES][KEY_DIM], pieces permuted
+    uint4* x;              // the panel's tiles of -X, and of the diagonal's (I + X)^-1 - I: [tile][term][lane], A fragments
+    uint4* y;              // its tiles of Y
+    unsigned char* state;  // the block's columns
+    double* sums;          // for each four nodes the sums of g over their subsets, [16]
+    bf16* v;               // [NODES][SLICE], pieces permuted; not where OVERLAID
+    PathNodes path;
+    float2* g;  // log2(e) G as the sum of two floats
     float *beta, *norm, *q_norm;
     unsigned *bits, *tiles;
-    __device__ Shared(unsigned char* base) {
+    __device__ Shared(unsigned char* base) : path(base + SHARED_BYTES - VECTOR_BYTES - PATH_BYTES) {
         k = reinterpret_cast<bf16*>(base);
         q = reinterpret_cast<bf16*>(base + ROWS_BYTES);
-        x = reinterpret_cast<uint4*>(base + 2 * ROWS_BYTES);
+        state = base + 2 * ROWS_BYTES;
+        x = reinterpret_cast<uint4*>(base + TILES_AT);
         y = x + PANEL_TILES * X_TERM / 16;
-        path_k = reinterpret_cast<bf16*>(y + PANEL_TILES * Y_TERM / 16);
-        own_g = reinterpret_cast<double*>(base + SHARED_BYTES - VECTOR_BYTES);
-        g = reinterpret_cast<float2*>(own_g + NODES);
+        sums = reinterpret_cast<double*>(state + STATE_BYTES);
+        v = reinterpret_cast<bf16*>(state + STATE_BYTES + SUMS_BYTES);
+        g = reinterpret_cast<float2*>(base + SHARED_BYTES - VECTOR_BYTES);
         beta = reinterpret_cast<float*>(g + NODES);
         norm = beta + NODES;
         q_norm = norm + NODES;
@@ -303,60 +370,138 @@ struct Shared {
 };
 
 __device__ __forceinline__ float decay_between(const float2& later, const float2& earlier) {
-    return __expf((later.x - earlier.x) + (later.y - earlier.y));
+    return exp2_approx((later.x - earlier.x) + (later.y - earlier.y));
 }
 
-// Rows of k or q of all nodes: [NODES][KEY_DIM], zero where there is no node.
-__device__ __forceinline__ void fetch_rows(bf16* to, const bf16* from, int64 token_stride, int count, int tiles) {
-    for (int i = threadIdx.x; i < tiles * 16 * ROW_CHUNKS; i += THREADS) {
-        const int node = i / ROW_CHUNKS, piece = i % ROW_CHUNKS;
-        const bool valid = node < count;
-        copy_async_16(row_piece(to, node, piece), from + (valid ? node : 0) * token_stride + piece * 8, valid);
+// All rows of k and q, zero beyond the last node. A loop: the loads before it are not moved behind its copies.
+__device__ __forceinline__ void fetch_rows(const Shared& at, const VerifyArguments& in, int64 first_token, int key_head) {
+    constexpr int AT_ONCE = THREADS / ROW_CHUNKS;
+    const int piece = threadIdx.x % ROW_CHUNKS;
+    int node = threadIdx.x / ROW_CHUNKS;
+    const bf16* k = in.k + (first_token + node) * in.k_token + key_head * in.k_head + piece * 8;
+    const bf16* q = in.q + (first_token + node) * in.q_token + key_head * in.q_head + piece * 8;
+    const int swizzled = row_piece(at.k, node, piece) - at.k;
+    bf16 *to_k = at.k + swizzled, *to_q = at.q + swizzled;
+#pragma unroll 1
+    for (; node < NODES; node += AT_ONCE) {
+        copy_async_16(to_k, k, node < in.nodes);
+        copy_async_16(to_q, q, node < in.nodes);
+        k += AT_ONCE * in.k_token;
+        q += AT_ONCE * in.q_token;
+        to_k += AT_ONCE * KEY_DIM;
+        to_q += AT_ONCE * KEY_DIM;
     }
 }
+// Zero in place of the rows of k and q from `count` on, which this thread has copied.
+__device__ __forceinline__ void clear_rows(const Shared& at, int count, int tiles) {
+    const int piece = threadIdx.x % ROW_CHUNKS;
+#pragma unroll 1
+    for (int node = threadIdx.x / ROW_CHUNKS; node < tiles * 16; node += THREADS / ROW_CHUNKS)
+        if (node >= count)
+            *reinterpret_cast<uint4*>(row_piece(at.k, node, piece)) = *reinterpret_cast<uint4*>(row_piece(at.q, node, piece)) =
+                {0, 0, 0, 0};
+}
 
-// Gates and ancestor bits of the nodes; bits beyond the node's own index are dropped, its own is set.
-__device__ __forceinline__ void load_nodes(const Shared& to, const VerifyArguments& in, int count, int tiles, int head) {
-    const float rate = expf(read_scalar(in.A_log, head, in.A_log_is_bf16));
-    const float bias = read_scalar(in.dt_bias, head, in.dt_bias_is_bf16);
-    for (int node = threadIdx.x; node < (tiles * 16 + 31) / 32 * 32; node += THREADS) {
+__device__ __forceinline__ int value_place(int node, int piece) {
+    return node * SLICE + ((piece ^ (node & (min(SLICE / 8, 8) - 1))) << 3);
+}
+__device__ __forceinline__ void fetch_values(bf16* to, const bf16* from, int64 token_stride, int nodes) {
+    const int first = threadIdx.x / (SLICE / 8), piece = threadIdx.x % (SLICE / 8);
+    from += first * token_stride + piece * 8;
+#pragma unroll
+    for (int start = 0; start < NODES; start += 32)
+        if (NODES % 32 == 0 || start + first < NODES)
+            copy_async_16(to + value_place(start + first, piece), from + start * token_stride, start + first < nodes);
+}
+// v of a node of row tile `i`, columns 2 pair and 2 pair + 1 of the warp.
+__device__ __forceinline__ unsigned load_value(const bf16* from, int i, int half, const Lane& at) {
+    return *reinterpret_cast<const unsigned*>(from + value_place(at.row, at.warp) + 2 * at.pair + (i * 16 + half * 8) * SLICE);
+}
+
+// What the gates and the tree of a thread's nodes are computed from, on its way.
+struct NodeInputs {
+    static constexpr int EACH = (WORDS * 32 + THREADS - 1) / THREADS;
+    unsigned A_log, dt_bias, a[EACH], b[EACH], bits[EACH][WORDS];
+    __device__ __forceinline__ NodeInputs(const VerifyArguments& in, int head) {
+#pragma unroll
+        for (int n = 0; n < EACH; ++n) {
+            const int node = n * THREADS + threadIdx.x;
+            const int64 token = blockIdx.y * in.nodes + node;
+            a[n] = b[n] = 0;
+            if (node < in.nodes) {
+                a[n] = load_16(in.a + token * in.a_token + head);
+                b[n] = load_16(in.b + token * in.b_token + head);
+            }
+            const int* words = in.ancestors + token * in.ancestor_words;
+#pragma unroll
+            for (int word = 0; word < WORDS; ++word) {
+                bits[n][word] = 0;
+                if (node < in.nodes && word * 32 <= node) bits[n][word] = load_32(words + word);
+            }
+        }
+        A_log = load_scalar(in.A_log, head, in.A_log_is_bf16);
+        dt_bias = load_scalar(in.dt_bias, head, in.dt_bias_is_bf16);
+    }
+};
+
+// Gates and ancestor bits; bits beyond the node's own index are dropped, its own is set.
+__device__ __forceinline__ void store_nodes(const Shared& to, const NodeInputs& inputs, const VerifyArguments& in, int count,
+                                            const Lane& at) {
+    const float rate = expf(scalar_value(inputs.A_log, in.A_log_is_bf16));
+    const float bias = scalar_value(inputs.dt_bias, in.dt_bias_is_bf16);
+#pragma unroll
+    for (int n = 0; n < NodeInputs::EACH; ++n) {
+        const int node = n * THREADS + threadIdx.x;
+        if (node >= WORDS * 32) break;
         const bool real = node < count;
-        const int64 token = int64(blockIdx.y) * in.nodes + (real ? node : 0);
-        const float x = read_scalar(in.a, token * in.a_token + head, true) + bias;
-        const float b = read_scalar(in.b, token * in.b_token + head, true);
         unsigned seen = 0;
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
-            unsigned bits = real && word * 32 <= node ? in.ancestors[token * in.ancestor_words + word] : 0;
+            unsigned bits = real ? inputs.bits[n][word] : 0;
             if (real && node / 32 == word) bits = (bits & ((2u << (node & 31)) - 1)) | (1u << (node & 31));
             seen |= (bits & 0xffffu ? 1u : 0u) << (2 * word) | (bits >> 16 ? 2u : 0u) << (2 * word);
-            if (node < tiles * 16) to.bits[node * WORDS + word] = bits;
+            if (node < NODES) to.bits[node * WORDS + word] = bits;
         }
 #pragma unroll
         for (int lanes = 1; lanes < 16; lanes *= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, lanes);
-        if (node >= tiles * 16) continue;
-        if (node % 16 == 0) to.tiles[node / 16] = seen;
+        if (node % 16 == 0 && node < NODES) to.tiles[node / 16] = seen;
+        const float x = low_half(inputs.a[n]) + bias, b = low_half(inputs.b[n]);
         const float softplus = x <= 20.0f ? log1pf(expf(x)) : x;
-        to.own_g[node] = real ? -rate * softplus : 0.0;
-        to.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
+        const float own = real ? -rate * softplus : 0.0f;
+        if (node < NODES) to.beta[node] = real ? 1.0f / (1.0f + expf(-b)) : 0.0f;
+        double g[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) g[i] = double(__shfl_sync(0xffffffffu, own, (at.lane & ~3) + i));
+        const double upper = (at.lane & 1 ? g[2] : 0.0) + (at.lane & 2 ? g[3] : 0.0);
+        double* subsets = to.sums + node * 4;  // of node / 4, from (node % 4) * 4 on
+        subsets[0] = upper;
+        subsets[1] = upper + g[0];
+        subsets[2] = upper + g[1];
+        subsets[3] = upper + (g[0] + g[1]);
     }
 }
 
 // Sums the decays along each node's path: two lanes a node, each with every other word of its bits.
 __device__ __forceinline__ void sum_paths(const Shared& at, int tiles) {
-    for (int i = threadIdx.x; i < (tiles * 32 + 31) / 32 * 32; i += THREADS) {
+    for (int i = threadIdx.x; i < tiles * 32; i += THREADS) {
         const int node = i / 2;
         double sum = 0.0;
-        for (int word = i & 1; word <= node / 32; word += 2) {
-            const unsigned bits = at.bits[node * WORDS + word];
-            const double* own = at.own_g + word * 32;
-#pragma unroll 8
-            for (int j = 0; j < (word == node / 32 ? (node & 31) + 1 : 32); ++j) sum += bits >> j & 1 ? own[j] : 0.0;
+#pragma unroll
+        for (int start = 0; start < WORDS; start += 2) {
+            const int word = start + (i & 1);
+            if (word <= node / 32) {
+                const unsigned bits = at.bits[node * WORDS + word];
+                double parts[2] = {};
+#pragma unroll
+                for (int four = 0; four < 8; ++four)
+                    parts[four & 1] += at.sums[(word * 8 + four) * 16 + (bits >> (4 * four) & 15)];
+                sum += parts[0] + parts[1];
+            }
         }
         const float high = float(sum), low = float(sum - double(high));
         const float other_high = __shfl_xor_sync(0xffffffffu, high, 1), other_low = __shfl_xor_sync(0xffffffffu, low, 1);
         if (i & 1) continue;
-        sum = (double(high) + double(low)) + (double(other_high) + double(other_low));
+        sum = ((double(high) + double(low)) + (double(other_high) + double(other_low))) * LOG2_E;
         const float whole = float(sum);
         at.g[node] = {whole, float(sum - double(whole))};
     }
@@ -365,20 +510,23 @@ __device__ __forceinline__ void sum_paths(const Shared& at, int tiles) {
 // 1 / |row| of every node, four lanes a row.
 __device__ __forceinline__ void row_norms(float* norms, bf16* rows, float scale, int tiles, const Lane& lane) {
     for (int node = threadIdx.x / 4; node < tiles * 16; node += THREADS / 4) {
-        float sum = 0.0f;
+        float sums[2] = {};
 #pragma unroll
         for (int piece = 0; piece < ROW_CHUNKS / 4; ++piece) {
             const uint4 x = *reinterpret_cast<const uint4*>(row_piece(rows, node, piece * 4 + lane.pair));
             const unsigned words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                sum += low_half(words[i]) * low_half(words[i]);
-                sum += high_half(words[i]) * high_half(words[i]);
+                sums[0] += low_half(words[i]) * low_half(words[i]);
+                sums[1] += high_half(words[i]) * high_half(words[i]);
             }
         }
+        float sum = sums[0] + sums[1];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (lane.pair == 0) norms[node] = scale * rsqrtf(sum + 1e-6f);
+        sum += 1e-6f;
+        const float root = rsqrtf(sum);  // and one step of Newton's method
+        if (lane.pair == 0) norms[node] = scale * (root + 0.5f * root * (1.0f - sum * root * root));
     }
 }
 
@@ -395,7 +543,7 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int til
     const int total = columns * longest - columns * (columns - 1) / 2;
     // With few tiles a warp seldom takes two of one column, and registers are short.
     constexpr bool KEEP_COLUMN = TILES > 4;
-    constexpr int CHAINS = KEEP_COLUMN ? 2 : 1;  // sums of every other step, so that more products are in flight
+    constexpr int CHAINS = 2;  // sums of every other step: more products in flight, fewer cut sums
     int j = panel, first = 0, loaded = -1;  // pairs are numbered column by column; `first` is column j's first
     unsigned keys[KEEP_COLUMN ? K_STEPS : 1][4];
 #pragma unroll 1
@@ -427,23 +575,26 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int til
             }
         }
         float of_k[2][4], of_q[2][4];
+        float4 earlier[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            earlier[n] = *reinterpret_cast<const float4*>(at.g + j * 16 + n * 8 + 2 * lane.pair);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int node = i * 16 + lane.row + half * 8;
-            const unsigned bits = at.bits[node * WORDS + (j >> 1)] >> ((j & 1) * 16);
+            const unsigned bits = at.bits[node * WORDS + (j >> 1)] >> ((j & 1) * 16 + 2 * lane.pair);
             const float2 g = at.g[node];
             const float factor = at.beta[node] * at.norm[node] * at.norm[node];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const int column = n * 8 + 2 * lane.pair + c, e = half * 2 + c;
-                    const float decay = bits >> column & 1 ? decay_between(g, at.g[j * 16 + column]) : 0.0f;
-                    float sums[2] = {products[0][0][n][e], products[1][0][n][e]};
-                    if (CHAINS == 2)
-                        for (int of = 0; of < 2; ++of) sums[of] += products[of][CHAINS - 1][n][e];
-                    of_k[n][e] = -sums[0] * (factor * decay);
-                    of_q[n][e] = sums[1] * decay;
+                    const int e = half * 2 + c;
+                    const float between =
+                        decay_between(g, c ? float2{earlier[n].z, earlier[n].w} : float2{earlier[n].x, earlier[n].y});
+                    const float decay = bits >> (n * 8 + c) & 1 ? between : 0.0f;
+                    of_k[n][e] = -(products[0][0][n][e] + products[0][1][n][e]) * (factor * decay);
+                    of_q[n][e] = (products[1][0][n][e] + products[1][1][n][e]) * decay;
                 }
         }
         uint4 terms[3], y_terms[2];
@@ -465,7 +616,7 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int til
     }
 }
 
-// A panel's diagonal tiles: X to the A fragments of (I + X)^-1, in place, by forward substitution, a lane a column.
+// A panel's diagonal tiles: X to the A fragments of (I + X)^-1 - I, in place, by forward substitution, a lane a column.
 __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int tiles, const Lane& lane) {
     const int column = lane.lane & 15;
     for (int j = panel + lane.warp; j < min(panel + PANEL, tiles); j += WARPS) {
@@ -488,7 +639,7 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int
         __syncwarp();
         if (lane.lane < 16)
 #pragma unroll
-            for (int row = 0; row < 16; ++row) x[row * 16 + column] = t[row];
+            for (int row = 0; row < 16; ++row) x[row * 16 + column] = row == column ? 0.0f : t[row];
         __syncwarp();
         float inverse[2][4];
 #pragma unroll
@@ -505,24 +656,30 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int
 
 // The warp's columns of S k and S q of all nodes, then r = r b (v - r e^G S k), the right-hand side of the solve, and
 // o = e^G S q, the output's first part.
+// `value` gives v of a row tile and half.
+template <class Value>
 __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
-                                               const unsigned (&v)[TILES][2], const Shared& at, int tiles,
-                                               const Lane& lane) {
+                                               const Shared& at, int count, int tiles, const Lane& lane, Value value) {
+    constexpr int GROUP = TILES > 4 && TILES <= 8 ? 4 : 2;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int x = 0; x < 4; ++x) r[i][x] = o[i][x] = 0.0f;
+    constexpr bool AHEAD = TILES <= 8;  // the next step's columns are made during the first group's products
+    uint2 next[3];
+    as_columns(s[0], next);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-        uint2 columns[3];
-        as_columns(s[step], columns);
+        if (!AHEAD && step > 0) as_columns(s[step], next);
+        const uint2 columns[3] = {next[0], next[1], next[2]};
         // Groups of tiles keep several products in flight; a group's rows beyond `tiles` are not used.
 #pragma unroll
-        for (int start = 0; start < TILES; start += 4)
-            if (start < tiles) {
-                uint4 keys[4], queries[4];
+        for (int start = 0; start < TILES; start += GROUP)
+            if ((AHEAD && start == 0) || start < tiles) {
+                uint4 keys[GROUP], queries[GROUP];
+                float sums[GROUP][4] = {};
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
+                for (int i = 0; i < GROUP; ++i)
                     if (start + i < TILES) {
                         unsigned rows[4];
                         load_rows(rows, at.k, start + i, step, lane);
@@ -533,34 +690,49 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
 #pragma unroll
                 for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
+                    for (int i = 0; i < GROUP; ++i)
                         if (start + i < TILES) {
-                            mma_rows(r[start + i], keys[i], columns[term]);
+                            mma_rows(sums[i], keys[i], columns[term]);
                             if (term < 2) mma_rows(o[start + i], queries[i], columns[term]);
                         }
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i)
+                    if (start + i < TILES) add(r[start + i], sums[i]);
+                if (AHEAD && start == 0 && step + 1 < K_STEPS) as_columns(s[step + 1], next);
             }
     }
+    const float2* path_g = at.g + lane.row;
+    const float *norms = at.norm + lane.row, *betas = at.beta + lane.row;
+    const int rows_left = count - lane.row;
+    // Four tiles at a time: their loads are in flight together.
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        if (i < tiles)
+    for (int start = 0; start < TILES; start += 4)
+        if (TILES <= 8 || start < tiles) {
+            unsigned v[4][2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int node = i * 16 + lane.row + half * 8;
-                const float2 g = at.g[node];
-                const float decay = __expf(g.x + g.y), norm = at.norm[node], factor = norm * decay;
-                const float beta = norm * at.beta[node];
-                r[i][half * 2] = beta * (low_half(v[i][half]) - factor * r[i][half * 2]);
-                r[i][half * 2 + 1] = beta * (high_half(v[i][half]) - factor * r[i][half * 2 + 1]);
-                o[i][half * 2] *= decay;
-                o[i][half * 2 + 1] *= decay;
-            }
+            for (int i = 0; i < 8; ++i)
+                v[i / 2][i % 2] = (start * 2 + i) * 8 < rows_left ? value(start + i / 2, i % 2) : 0;
+#pragma unroll
+            for (int i = start; i < start + 4 && i < TILES; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int node = i * 16 + half * 8;  // counted from lane.row
+                    const float2 g = path_g[node];
+                    const float decay = exp2_approx(g.x + g.y), norm = norms[node], factor = norm * decay;
+                    const float beta = norm * betas[node];
+                    r[i][half * 2] = beta * (low_half(v[i - start][half]) - factor * r[i][half * 2]);
+                    r[i][half * 2 + 1] = beta * (high_half(v[i - start][half]) - factor * r[i][half * 2 + 1]);
+                    o[i][half * 2] *= decay;
+                    o[i][half * 2 + 1] *= decay;
+                }
+        }
 }
 
 // A panel's columns of the substitution over tiles: U_j = (I + X_jj)^-1 r_j, taken out of all later rows at once, and its
 // part of all outputs. PANEL_START must be known when it is compiled: r and o are registers.
-// u_out: column 2 pair of the warp's columns, node 0, in the stash, or null.
+// u_out: column 2 pair of the warp's columns, node `row`, in the stash, or null. rows_left: nodes from there on.
 template <int PANEL_START>
-__device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at, int count,
+__device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at, int rows_left,
                                             int tiles, float* u_out, const Lane& lane) {
     const unsigned row_tiles = lane.lane < tiles ? at.tiles[lane.lane] : 0;
 #pragma unroll
@@ -581,21 +753,20 @@ __device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TIL
                 mma_three_terms(u, inverse, right, product + 3);
             }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) u[e] += rest[e];
+            for (int e = 0; e < 4; ++e) u[e] = r[j][e] + (u[e] + rest[e]);
             as_columns(u, u_terms);
             if (u_out) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int node = j * 16 + lane.row + half * 8;
-                    if (node < count)
-                        *reinterpret_cast<float2*>(u_out + int64(node) * VALUE_DIM) = {u[half * 2], u[half * 2 + 1]};
-                }
+                for (int half = 0; half < 2; ++half)
+                    if (j * 16 + half * 8 < rows_left)
+                        *reinterpret_cast<float2*>(u_out + (j * 16 + half * 8) * VALUE_DIM) = {u[half * 2], u[half * 2 + 1]};
             }
             // Rows in pairs, the diagonal's output with the first: several products are in flight.
 #pragma unroll
             for (int start = j; start < TILES; start += 2)
                 if (below >> start & 3) {
                     uint4 below_x[2][3], below_y[2][2];
+                    float sums[2][4] = {};
 #pragma unroll
                     for (int i = start; i < start + 2 && i < TILES; ++i) {
 #pragma unroll
@@ -608,11 +779,14 @@ __device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TIL
                     for (int product = 0; product < 6; ++product)
 #pragma unroll
                         for (int i = start; i < start + 2 && i < TILES; ++i) {
-                            if (i > j) mma_three_terms(r[i], below_x[i - start], u_terms, product);
+                            if (i > j) mma_three_terms(sums[i - start], below_x[i - start], u_terms, product);
                             if (product == 0) mma_rows(o[i], below_y[i - start][1], u_terms[0]);
                             if (product == 2) mma_rows(o[i], below_y[i - start][0], u_terms[1]);
                             if (product == 4) mma_rows(o[i], below_y[i - start][0], u_terms[0]);
                         }
+#pragma unroll
+                    for (int i = start; i < start + 2 && i < TILES; ++i)
+                        if (i > j) add(r[i], sums[i - start]);
                 }
         }
     }
@@ -621,116 +795,133 @@ __device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TIL
 // `solve_panel` for a panel that is known only at run time.
 template <int PANEL_START>
 __device__ __forceinline__ void solve_panel_at(int panel, float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at,
-                                               int count, int tiles, float* u_out, const Lane& lane) {
+                                               int rows_left, int tiles, float* u_out, const Lane& lane) {
     if (panel == PANEL_START) {
-        solve_panel<PANEL_START>(r, o, at, count, tiles, u_out, lane);
+        solve_panel<PANEL_START>(r, o, at, rows_left, tiles, u_out, lane);
     } else if constexpr (PANEL_START + PANEL < TILES) {
-        solve_panel_at<PANEL_START + PANEL>(panel, r, o, at, count, tiles, u_out, lane);
+        solve_panel_at<PANEL_START + PANEL>(panel, r, o, at, rows_left, tiles, u_out, lane);
     }
 }
 
+// Through shared memory, in place of q: whole rows of the block's columns leave it at once.
 __device__ __forceinline__ void write_output(const VerifyArguments& in, const float (&o)[TILES][4], const Shared& at,
                                              int count, int head, int column, const Lane& lane) {
-    const int64 stride = in.heads.value_heads * VALUE_DIM;
-    bf16* to = in.out + (int64(blockIdx.y) * in.nodes + lane.row) * stride + int64(head) * VALUE_DIM + column + 2 * lane.pair;
+    unsigned* own = reinterpret_cast<unsigned*>(at.q + value_place(lane.row, lane.warp)) + lane.pair;
+    const float* norms = at.q_norm + lane.row;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int node = i * 16 + lane.row + half * 8;
-            if (node < count) {
-                const float factor = at.q_norm[node];
-                *reinterpret_cast<unsigned*>(to + (i * 16 + half * 8) * stride) =
-                    pack_bf16(factor * o[i][half * 2], factor * o[i][half * 2 + 1]);
-            }
+            const int node = i * 16 + half * 8;  // counted from lane.row
+            own[node * SLICE / 2] = pack_bf16(norms[node] * o[i][half * 2], norms[node] * o[i][half * 2 + 1]);
         }
+    __syncthreads();
+    const int64 stride = in.heads.value_heads * VALUE_DIM;
+    const int piece = threadIdx.x % (SLICE / 8);
+    int node = threadIdx.x / (SLICE / 8);
+    bf16* to = in.out + (blockIdx.y * in.nodes + node) * stride + int64(head) * VALUE_DIM + column + piece * 8;
+#pragma unroll 2
+    for (; node < count; node += 32, to += 32 * stride)
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(at.q + value_place(node, piece));
 }
 
 // Rows of padding, and of requests left out, are zero.
 __device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from, int head, int column) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < (int(in.nodes) - from) * (SLICE / 2); i += THREADS) {
         const int64 token = int64(blockIdx.y) * in.nodes + from + i / (SLICE / 2);
         reinterpret_cast<unsigned*>(in.out + (token * in.heads.value_heads + head) * VALUE_DIM + column)[i % (SLICE / 2)] = 0;
     }
 }
 
-// Grid [value heads * SLICES, R].
+// Grid [value heads of a key head * SLICES, R, key heads].
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(const VerifyArguments in) {
     DYNAMIC_SHARED(memory);
     const Shared at(memory);
     const Lane lane;
-    const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, request = blockIdx.y;
-    const int group = int(in.heads.group), key_head = head / group;
-    const int column = slice * SLICE, warp_column = column + lane.warp * 8;
-    const int64 first_token = int64(request) * in.nodes;
+    const int slice = blockIdx.x % SLICES, request = blockIdx.y, key_head = blockIdx.z, nodes = int(in.nodes);
+    const int head = key_head * int(in.heads.group) + blockIdx.x / SLICES, column = slice * SLICE;
+    const int64 first_token = request * in.nodes;
 
-    const int slot = in.state.slots[request], row = in.stash.row ? in.stash.row[request] : -1;
-    const int count = max(0, min(in.node_count ? in.node_count[request] : int(in.nodes), int(in.nodes)));
-    const int tiles = (count + 15) / 16;
-
-    // Everything that global memory must deliver is asked for before anything waits, the longest chains of loads first.
-    fetch_rows(at.k, in.k + first_token * in.k_token + key_head * in.k_head, in.k_token, count, tiles);
-    fetch_rows(at.q, in.q + first_token * in.q_token + key_head * in.q_head, in.q_token, count, tiles);
+    // What depends on no other load is asked for first, and nothing waits before all of it is.
+    const int slot = int(load_32(in.state.slots + request));
+    const int row = in.stash.row ? int(load_32(in.stash.row + request)) : -1;
+    const int given = in.node_count ? int(load_32(in.node_count + request)) : nodes;
+    const NodeInputs inputs(in, head);
+    fetch_rows(at, in, first_token, key_head);
     copy_async_commit();
-    write_zeros(in, slot < 0 ? 0 : count, head, column);
+    const bf16* values = in.v + first_token * in.v_token + head * in.v_head + column;
+    if constexpr (!OVERLAID) fetch_values(at.v, values, in.v_token, nodes);
+
+    const int count = max(0, min(given, nodes)), tiles = (count + 15) / 16;
     if (slot < 0 || count <= 0) {
+        write_zeros(in, 0, head, column);
         copy_async_wait<0>();
         return;
     }
     const Pending pending(in.stash, row, lane);
-    StateColumns s;
-    const int64 offset = state_offset(in.state, slot, head, warp_column);
-    load_state(s, in.state, offset, lane);
-    unsigned v[TILES][2];
-    const bf16* values = in.v + (first_token + lane.row) * in.v_token + head * in.v_head + warp_column + 2 * lane.pair;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            v[i][half] = 0;
-            if (i * 16 + half * 8 + lane.row < count)
-                v[i][half] = *reinterpret_cast<const unsigned*>(values + (i * 16 + half * 8) * in.v_token);
-        }
-    load_nodes(at, in, count, tiles, head);
-    PathNodes path(pending, in.stash, in.heads, 0, head, warp_column, lane);
-    if (pending.length > 0) path.fetch(pending, 0, at.path_k, lane);
+    const int64 offset = state_offset(in.state, slot, head, column);
+    fetch_state(at.state, in.state, offset);
     copy_async_commit();
+    store_nodes(at, inputs, in, count, lane);
     copy_async_wait<1>();
+    if (count < nodes) {
+        clear_rows(at, count, tiles);
+        write_zeros(in, count, head, column);
+    }
     __syncthreads();
     sum_paths(at, tiles);
     row_norms(at.norm, at.k, 1.0f, tiles, lane);
     row_norms(at.q_norm, at.q, float(in.scale), tiles, lane);
+    const PathSource from(pending, in.stash, in.heads, 0, key_head, head, column);
+    if (pending.length > 0) {
+        at.path.fetch(pending, 0, from);
+        copy_async_wait<1>();
+    } else {
+        copy_async_wait<0>();
+    }
     __syncthreads();
+    StateColumns s;
+    if constexpr (OVERLAID) {
+        load_state(s, at.state, lane);
+        __syncthreads();
+    }
 
-    // X and Y do not need the state, which may still be on its way.
     build_panel(at, 0, tiles, lane);
     float* u_out = nullptr;
     if (row >= 0) {
         const Stash& stash = in.stash;
         const int64 buffer = int64(1 - pending.parity) * stash.rows + row;
-        u_out = stash.u + (int64(row) * in.heads.value_heads + head) * stash.nodes * VALUE_DIM + warp_column + 2 * lane.pair;
+        u_out = stash.u + (int64(row) * in.heads.value_heads + head) * stash.nodes * VALUE_DIM + lane.row * VALUE_DIM +
+                column + lane.warp * 8 + 2 * lane.pair;
         if (slice == 0)
+#pragma unroll 1
             for (int node = threadIdx.x; node < count; node += THREADS)
                 stash.g[(buffer * in.heads.value_heads + head) * stash.nodes + node] =
-                    double(at.g[node].x) + double(at.g[node].y);
-        if (slice == 0 && head % group == 0) {
-            bf16* to = stash.k + (buffer * in.heads.key_heads + key_head) * stash.nodes * KEY_DIM;
-            for (int i = threadIdx.x; i < count * ROW_CHUNKS; i += THREADS)
-                reinterpret_cast<uint4*>(to)[i] =
-                    *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
-        }
+                    (double(at.g[node].x) + double(at.g[node].y)) * (1.0 / LOG2_E);
+        // Blocks of a key head have the same k: each stashes its part.
+        bf16* to = stash.k + (buffer * in.heads.key_heads + key_head) * stash.nodes * KEY_DIM;
+#pragma unroll 1
+        for (int i = blockIdx.x * THREADS + threadIdx.x; i < count * ROW_CHUNKS; i += gridDim.x * THREADS)
+            reinterpret_cast<uint4*>(to)[i] = *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
     }
+    if constexpr (!OVERLAID) load_state(s, at.state, lane);
     if (pending.length > 0) {
-        commit_path(s, path, pending, at.path_k, lane);
+        commit_path(s, at.path, pending, from, lane);
         store_state(s, in.state, offset, lane);
     } else {
         __syncthreads();
     }
     invert_diagonal(at, 0, tiles, lane);
     float r[TILES][4], o[TILES][4];
-    multiply_state(r, o, s, v, at, tiles, lane);
+    values += lane.row * in.v_token + lane.warp * 8 + 2 * lane.pair;
+    multiply_state(r, o, s, at, count, tiles, lane, [&](int i, int half) {
+        return OVERLAID ? *reinterpret_cast<const unsigned*>(values + (i * 16 + half * 8) * in.v_token)
+                        : load_value(at.v, i, half, lane);
+    });
     __syncthreads();
-    solve_panel<0>(r, o, at, count, tiles, u_out, lane);
+    const int rows_left = count - lane.row;
+    solve_panel<0>(r, o, at, rows_left, tiles, u_out, lane);
     if constexpr (PANEL < TILES) {
 #pragma unroll 1
         for (int panel = PANEL; panel < tiles; panel += PANEL) {
@@ -739,10 +930,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
             __syncthreads();
             invert_diagonal(at, panel, tiles, lane);
             __syncthreads();
-            solve_panel_at<PANEL>(panel, r, o, at, count, tiles, u_out, lane);
+            solve_panel_at<PANEL>(panel, r, o, at, rows_left, tiles, u_out, lane);
         }
     }
-    write_output(in, o, at, count, head, warp_column, lane);
+    write_output(in, o, at, count, head, column, lane);
 }
 
 // Grid [value heads * SLICES, R, layers]: the accepted path's nodes into the state of `destination`.
@@ -750,23 +941,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_flush(const Fl
     DYNAMIC_SHARED(memory);
     const Lane lane;
     const int head = blockIdx.x / SLICES, request = blockIdx.y, layer = blockIdx.z;
-    const int column = blockIdx.x % SLICES * SLICE + lane.warp * 8;
+    const int column = blockIdx.x % SLICES * SLICE;
     const int slot = in.state.slots[request], destination = in.destination[request], row = in.stash.row[request];
     if (slot < 0 || destination < 0 || row < 0) return;
     Pending pending(in.stash, row, lane);
     if (in.length) pending.length = min(pending.length, in.length[request]);
     if (pending.length <= 0 && slot == destination) return;
     State state = in.state;
-    const int64 bytes = GDN_STATE_BF16 ? 2 : 4;
-    state.data = static_cast<unsigned char*>(state.data) + layer * state.layer_stride * bytes;
+    state.data = static_cast<unsigned char*>(state.data) + layer * state.layer_stride * STATE_SIZE;
+    const PathNodes path(memory + STATE_BYTES);
+    fetch_state(memory, state, state_offset(state, slot, head, column));
+    copy_async_commit();
+    const PathSource from(pending, in.stash, in.heads, layer, head / int(in.heads.group), head, column);
+    if (pending.length > 0) path.fetch(pending, 0, from);
+    copy_async_wait<0>();
+    __syncthreads();
     StateColumns s;
-    load_state(s, state, state_offset(state, slot, head, column), lane);
-    if (pending.length > 0) {
-        bf16* path_k = reinterpret_cast<bf16*>(memory);
-        PathNodes path(pending, in.stash, in.heads, layer, head, column, lane);
-        path.fetch(pending, 0, path_k, lane);
-        copy_async_commit();
-        commit_path(s, path, pending, path_k, lane);
-    }
+    load_state(s, memory, lane);
+    commit_path(s, path, pending, from, lane);
     store_state(s, state, state_offset(state, destination, head, column), lane);
 }

@@ -16,10 +16,27 @@ __device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_
                  "r"(bytes)
                  : "memory");
 }
+__device__ __forceinline__ void copy_async_8(void* to_shared, const void* from_global, bool valid) {
+    const int bytes = valid ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes)
+                 : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Loads of what no thread writes meanwhile. They stay where they stand: moved to their use, they would wait one by one.
+__device__ __forceinline__ unsigned load_32(const void* from_global) {
+    unsigned x;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from_global));
+    return x;
+}
+__device__ __forceinline__ unsigned load_16(const void* from_global) {
+    unsigned short x;
+    asm volatile("ld.relaxed.gpu.global.b16 %0, [%1];" : "=h"(x) : "l"(from_global));
+    return x;
 }
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
@@ -47,6 +64,12 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const unsigned (&a)[4], 
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// 2^x, to two units in the last place.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 // Two floats rounded to bfloat16, `low` in the low half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
