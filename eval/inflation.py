@@ -30,6 +30,7 @@ SHARED_FLAGS = [
     "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16",
     "--cuda-graph-backend-prefill", "disabled", "--chunked-prefill-size", "8192",
 ]  # fmt: skip
+MOST_NEW_TOKENS = 1900  # beyond the longest context
 SKIPPED_CHUNKS = 8  # after the first, while requests of a batch join
 
 
@@ -62,7 +63,7 @@ def prompts_of(batch: int, context: int) -> list[list[int]]:
 
 def profiled_step(server: Server, batch: int, context: int, accept: float, step_ms: float) -> dict:
     """`step_profile.summary` of steps in the middle of `batch` requests that run for two seconds."""
-    new_tokens = int(2000 / step_ms * accept)
+    new_tokens = min(MOST_NEW_TOKENS, int(2000 / step_ms * accept))
     return profile(server.url, lambda: asyncio.run(_requests(server.url, prompts_of(batch, context), new_tokens)))
 
 
@@ -99,12 +100,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
     parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
     parser.add_argument("--fp8-budgets", type=numbers, default=[], help="budgets measured with fp8_draft as well")
-    parser.add_argument("--plain-backends", default="triton,flashinfer", help="plain decoding is tried on each")
+    parser.add_argument("--plain-backends", default="fa3,triton", help="plain decoding is tried on each")
     parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
     parser.add_argument("--simulated-accept", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=80, help="steps a point")
+    parser.add_argument("--at-once", type=int, default=4, help="servers up at once (default: %(default)s)")
     parser.add_argument("--profile", default="", help="points whose steps are profiled by kernel, as in --points")
-    parser.add_argument("--max-total-tokens", type=int, default=73728)
+    parser.add_argument("--max-total-tokens", type=int, default=38912)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
     parser.add_argument("--commit")
@@ -116,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         [tuple(map(int, point.split("x"))) for point in text.split(",") if text]
         for text in (options.points, options.profile)
     )
-    longest = max(context for _, context in points) + 2048
+    longest = max(context for _, context in points) + MOST_NEW_TOKENS + 300
     most = max(batch for batch, _ in points)
     target, head = shapes.write(Path(tempfile.mkdtemp(prefix="shapes_")), longest)
     base = [
@@ -144,21 +146,24 @@ def main(arguments: list[str] | None = None) -> int:
             return key, error
 
     result = {"meta": describe(options.commit), "rows": [], "profiles": [], "failures": []}
-    running: dict[tuple, Server] = {}
-    # The kernel ends a server with the thread that started it: these threads outlive the measuring.
-    with ThreadPoolExecutor(len(servers)) as pool:
-        try:
-            for key, outcome in pool.map(open_server, servers.items()):
-                if isinstance(outcome, Server):
-                    running[key] = outcome
-                else:
-                    _fail(result, key, error=str(outcome)[-2000:])
-            for key, server in running.items():
-                for point in points:
-                    measure(result, key, server, point, options, profiled=point in profiled)
-        finally:
-            for server in running.values():
-                server.stop()
+    waiting = list(servers.items())
+    while waiting:
+        group, waiting = waiting[: options.at_once], waiting[options.at_once :]
+        running: dict[tuple, Server] = {}
+        # The kernel ends a server with the thread that started it: these threads outlive the measuring.
+        with ThreadPoolExecutor(len(group)) as pool:
+            try:
+                for key, outcome in pool.map(open_server, group):
+                    if isinstance(outcome, Server):
+                        running[key] = outcome
+                    else:
+                        _fail(result, key, error=str(outcome)[-2000:])
+                for key, server in running.items():
+                    for point in points:
+                        measure(result, key, server, point, options, profiled=point in profiled)
+            finally:
+                for server in running.values():
+                    server.stop()
     add_inflation(result["rows"])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

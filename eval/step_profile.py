@@ -49,10 +49,10 @@ def summary(events: list[dict]) -> dict:
 
     A step is what lies between two replays of the graph with the most kernels, the target's pass.
 
-    Returns `steps`; `step_us`, the median time from one such replay to the next; `busy_us`, the part of it in which a
+    Returns `steps`; `step_us`, the mean time from one such replay to the next; `busy_us`, the part of it in which a
     kernel or copy runs; `graphs`, one entry a graph of the step in its order: kernels, span_us (first start to last end),
     busy_us; `outside_us`, kernels and copies outside any graph; `kernels`, [name, calls a step, microseconds a step] from
-    the longest on.
+    the longest on, a time in which an earlier kernel still ran counted for that one alone (Hopper starts kernels early).
     """
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
     graph_launches = {
@@ -74,13 +74,13 @@ def summary(events: list[dict]) -> dict:
         raise RuntimeError(f"{len(starts)} steps in the trace")
     # The first and the last step are cut by the profile's ends.
     begin, end, steps = starts[1], starts[-1], len(starts) - 2
-    inside = [kernel for kernel in kernels if begin <= kernel["ts"] < end]
+    inside = sorted((kernel for kernel in kernels if begin <= kernel["ts"] < end), key=lambda kernel: kernel["ts"])
     of_name: dict[str, list[float]] = defaultdict(list)
-    for kernel in inside:
-        of_name[short_name(kernel["name"])].append(kernel["dur"])
+    for kernel, alone in zip(inside, _alone(inside)):
+        of_name[short_name(kernel["name"])].append(alone)
     return {
         "steps": steps,
-        "step_us": statistics.median(b - a for a, b in zip(starts[1:], starts[2:])),
+        "step_us": (end - begin) / steps,
         "busy_us": _busy(inside) / steps,
         "graphs": _graphs([span for span in spans if begin <= span["begin"] < end], steps),
         "outside_us": sum(kernel["dur"] for kernel in outside if begin <= kernel["ts"] < end) / steps,
@@ -98,29 +98,36 @@ def short_name(name: str) -> str:
 
 def _span(group: list[dict]) -> dict:
     begin, end = min(k["ts"] for k in group), max(k["ts"] + k["dur"] for k in group)
-    return {"begin": begin, "kernels": len(group), "span_us": end - begin, "busy_us": _busy(group)}
+    first = min(group, key=lambda kernel: kernel["ts"])["name"]
+    return {"begin": begin, "first": first, "kernels": len(group), "span_us": end - begin, "busy_us": _busy(group)}
 
 
 def _graphs(spans: list[dict], steps: int) -> list[dict]:
-    """Median span and busy time of each graph, told apart by its number of kernels, in the order of their first replay."""
-    of_size: dict[int, list[dict]] = defaultdict(list)
+    """Median span and busy time of each graph, told apart by its first kernel and their number, in the order of their first
+    replay."""
+    of_graph: dict[tuple, list[dict]] = defaultdict(list)
     for span in spans:
-        of_size[span["kernels"]].append(span)
+        of_graph[span["kernels"], span["first"]].append(span)
     return [
         {
             "kernels": size,
             "replays_a_step": len(group) / steps,
             **{name: statistics.median(span[name] for span in group) for name in ("span_us", "busy_us")},
         }
-        for size, group in of_size.items()
+        for (size, _), group in of_graph.items()
     ]
+
+
+def _alone(kernels: list[dict]) -> list[float]:
+    """The part of each kernel's time, in order of their starts, in which none that started before it ran."""
+    parts, until = [], float("-inf")
+    for kernel in kernels:
+        end = kernel["ts"] + kernel["dur"]
+        parts.append(max(0.0, end - max(until, kernel["ts"])))
+        until = max(until, end)
+    return parts
 
 
 def _busy(kernels: list[dict]) -> float:
     """Length of the union of the kernels' intervals."""
-    total, until = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda k: k["ts"]):
-        end = kernel["ts"] + kernel["dur"]
-        total += max(0.0, end - max(until, kernel["ts"]))
-        until = max(until, end)
-    return total
+    return sum(_alone(sorted(kernels, key=lambda kernel: kernel["ts"])))

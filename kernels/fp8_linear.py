@@ -9,7 +9,7 @@ import triton.language as tl
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-MOST_ROWS = 128  # of the kernel; more rows are a product of dequantised weights
+_MOST_ROWS = 128  # of one program
 _FEATURES_AT_ONCE = 8192
 
 
@@ -39,7 +39,7 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
     Returns:
         [M, N] in x's dtype.
 
-    On CUDA up to 128 rows of bfloat16 or float16 are one Triton launch; all else multiplies dequantised weights.
+    On CUDA bfloat16 and float16 are one Triton launch; all else multiplies dequantised weights.
     """
     rows, depth = x.shape
     features = weight.shape[0]
@@ -48,14 +48,14 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
             f"fp8_linear: x {tuple(x.shape)} wants weight float8_e4m3fn [N, {depth}] and scale [N]; got "
             f"{weight.dtype} {tuple(weight.shape)} and {tuple(scale.shape)}"
         )
-    if not _on_gpu(x) or rows > MOST_ROWS or x.dtype == torch.float32:
+    if not _on_gpu(x) or x.dtype == torch.float32:
         parts = zip(weight.split(_FEATURES_AT_ONCE), scale.split(_FEATURES_AT_ONCE))
         return torch.cat([x @ dequantise_rows(*part, x.dtype).T for part in parts], dim=1)
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    block_m = max(16, triton.next_power_of_2(rows))
+    block_m = min(max(16, triton.next_power_of_2(rows)), _MOST_ROWS)
     block_n = 32 if features <= 8192 else 64
     block_k = 256 if block_m <= 32 else 128
-    _fp8_linear[(triton.cdiv(features, block_n),)](
+    _fp8_linear[(triton.cdiv(features, block_n), triton.cdiv(rows, block_m))](
         x,
         weight,
         scale,
@@ -93,7 +93,7 @@ def _fp8_linear(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     has_row, has_feature = row < rows, feature < features

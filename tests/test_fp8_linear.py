@@ -12,7 +12,7 @@ from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.fp8_draft import quantise_head
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-CASES = [(1, 40, 64), (15, 100, 256), (16, 33, 300), (120, 48, 128)]  # rows, features, depth
+CASES = [(1, 40, 64), (15, 100, 256), (16, 33, 300), (150, 48, 128)]  # rows, features, depth
 
 
 def matrix(features: int, depth: int, seed: int = 0) -> torch.Tensor:

@@ -342,6 +342,8 @@ def _merge_kernel(
     )
     items = _pick(item_counts, request_ids == request)
     if items == 1:
+        if EARLY_MERGE:  # What comes after this kernel relies on it for the first one's end.
+            gdc_wait()
         return
     first_item = _pick(item_counts, request_ids < request)
 

@@ -124,7 +124,7 @@ def _best_of_parts(
     row, part = tl.program_id(0), tl.program_id(1)
     value, index = _load_part(logits, vocabulary, row_stride, scale, cap, row, part, CAPPED, BLOCK)
     most = tl.max(value, 0)
-    shift = tl.where(most == -float("inf"), 0.0, most)
+    shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
     tl.store(summed + row * parts + part, tl.sum(tl.exp(value - shift), 0))
     tl.store(best + row * parts + part, tl.max(_key(value, index), 0))
 
@@ -179,8 +179,9 @@ def _merge_parts(
     shift = tl.where(part < parts, _value_of(of_parts), -float("inf"))
     exponentials = tl.load(summed + row * parts + part, mask=part < parts, other=0.0)
     most = tl.max(shift, 0)
-    safe = tl.where(most == -float("inf"), 0.0, most)
-    tl.store(total + row, most + tl.log(tl.sum(tl.exp(shift - safe) * exponentials, 0)))
+    safe = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+    summed_up = most + tl.log(tl.sum(tl.exp(shift - safe) * exponentials, 0))
+    tl.store(total + row, tl.where(most == float("inf"), most, summed_up))
     index = tl.arange(0, COUNT)
     key = tl.load(keys + row * count + index, mask=index < count, other=-0x7FFFFFFFFFFFFFFF)
     for k in range(width):

@@ -6,6 +6,8 @@ import triton.language as tl
 
 from sgl_specflow.tree import TokenTree
 
+_CHUNK = 16  # tokens that are looked for among the nodes at a time
+
 
 def force_path(tree: TokenTree, length: int) -> torch.Tensor:
     """A choice int64 [R, B] under which each tree's deepest path is accepted down to `length` tokens, the bonus token
@@ -26,8 +28,9 @@ def force_path(tree: TokenTree, length: int) -> torch.Tensor:
         choice,
         budget,
         tree.ancestors.shape[2],
-        triton.next_power_of_2(budget + 1),
-        num_warps=8,
+        max(_CHUNK, triton.next_power_of_2(budget + 1)),
+        _CHUNK,
+        num_warps=4,
     )
     return choice
 
@@ -55,8 +58,19 @@ def _interpreting() -> bool:
     return type(_force).__name__ == "InterpretedFunction"
 
 
-@triton.jit
-def _force(token, parent, depth, ancestors, length, choice, budget, WORDS: tl.constexpr, NODES: tl.constexpr):
+@triton.jit(do_not_specialize=["length"])
+def _force(
+    token,
+    parent,
+    depth,
+    ancestors,
+    length,
+    choice,
+    budget,
+    WORDS: tl.constexpr,
+    NODES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     request = tl.program_id(0).to(tl.int64)
     first = request * budget
     node = tl.arange(0, NODES)
@@ -67,8 +81,12 @@ def _force(token, parent, depth, ancestors, length, choice, budget, WORDS: tl.co
     deepest = tl.argmax(level, 0)
     word = tl.load(ancestors + (first + deepest) * WORDS + node // 32, mask=real, other=0)
     on_path = real & (((word >> (node % 32)) & 1) != 0) & (level < length) & (above >= 0)
-    missing = tl.max((own[None, :] == node[:, None]).to(tl.int32), 1) == 0
-    absent = tl.min(tl.where(missing, node, NODES), 0).to(tl.int64)
-    is_child = on_path[None, :] & (above[None, :] == node[:, None])
-    chosen = tl.max(tl.where(is_child, own[None, :], -1), 1)
-    tl.store(choice + first + node, tl.where(chosen < 0, absent, chosen), mask=real)
+    absent = tl.full([], NODES, tl.int32)
+    for start in range(0, NODES, CHUNK):
+        candidate = start + tl.arange(0, CHUNK)
+        missing = tl.max((own[None, :] == candidate[:, None]).to(tl.int32), 1) == 0
+        absent = tl.minimum(absent, tl.min(tl.where(missing, candidate, NODES), 0))
+    tl.store(choice + first + node, absent.to(tl.int64), mask=real)
+    tl.debug_barrier()
+    # Nodes of one path have parents of their own.
+    tl.store(choice + first + above, own, mask=on_path)

@@ -122,7 +122,7 @@ def _pack(
         tl.store(slots + begin + first + lane, tl.load(row + first + lane, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["live"])
 def _bits(
     ancestors,
     depth,

@@ -11,7 +11,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.kernels.fp8_linear import fp8_linear, quantise_rows
 
-LEAST_CAPABILITY = (8, 9)  # of a GPU that converts FP8
+LEAST_CAPABILITY = (9, 0)  # GPUs before convert no FP8, or have too little shared memory for the kernel's stages
 
 
 class Fp8Weights(LinearMethodBase):
@@ -32,7 +32,7 @@ def quantise_head(model: torch.nn.Module) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         raise SpecflowConfigError(
             given=f"fp8_draft on {torch.cuda.get_device_name(device)}",
-            allowed="GPUs of compute capability 8.9 and above",
+            allowed="GPUs of compute capability 9.0 and above",
             todo="leave fp8_draft out",
         )
     for layer in model.layers:

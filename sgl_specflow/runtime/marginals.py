@@ -10,6 +10,8 @@ from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.kernels.fp8_linear import fp8_linear, quantise_rows
 from sgl_specflow.kernels.tree_step import best_tokens
 
+MOST_FP8_ROWS = 128  # more are read in several passes, which the LM head as it is needs no more bytes for
+
 
 @dataclass
 class TargetVocabulary:
@@ -59,7 +61,7 @@ class TargetVocabulary:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, H] -> [N, this rank's vocabulary rows] in the LM head's dtype, neither scaled nor capped."""
-        if self.fp8 is not None:
+        if self.fp8 is not None and hidden.shape[0] <= MOST_FP8_ROWS:
             return fp8_linear(hidden.to(self.weight.dtype), *self.fp8)
         return torch.matmul(hidden.to(self.weight.dtype), self.weight.T)
 

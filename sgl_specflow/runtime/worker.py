@@ -112,10 +112,14 @@ class TreeWorker(BaseSpecWorker):
 
     def weight_update_runners(self):
         # A weight update carries the target's checkpoint, whose layers have the head's names: it must not reach the head.
-        if self.settings.adapter:
+        kept = (
+            "the Weaver's tables" if self.settings.adapter else "the FP8 LM head" if self.settings.fp8_draft else None
+        )
+        if kept:
             logger.warning(
-                "sgl_specflow: the Weaver keeps tables of the embedding and LM head that it was loaded with. Output stays "
-                "the target's; accept length may fall until the server is started again."
+                "sgl_specflow: %s stay those of the weights loaded first. Output is the target's; accept length may fall "
+                "until the server is started again.",
+                kept,
             )
         return []
 
