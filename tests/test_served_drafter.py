@@ -33,6 +33,7 @@ RECORDER = """
         )
 
     def record(tree, drafter, batch, window, max_depth):
+        assert drafter.context_writer.stacked is not None, "the context is written layer by layer"
         for i, req in enumerate(batch.reqs):
             committed = [*req.origin_input_ids, *req.output_ids]
             record.rows.append((committed, window.committed_length[i].item(), tree.token[i], tree.parent[i]))
