@@ -67,7 +67,7 @@ def write_context_rows(
         cos_sin: [positions, R], contiguous, any float dtype: cosines, then sines, of the R / 2 angles of a position. The
             first R dimensions of a key are turned, R even and at most D.
         neox: the two numbers of angle i are dimensions i and i + R / 2 (True) or 2 i and 2 i + 1.
-        positions: int64 [T]. slots: int64 [T]. A slot given several times keeps any one of its rows.
+        positions, slots: integers [T], contiguous. A slot given several times keeps any one of its rows.
         buffers: of L layers, whose rows `slots` are written.
 
     A CUDA graph may hold it: it allocates nothing and synchronises with nothing.
@@ -160,7 +160,7 @@ def _write(
     token, layer, layers = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = kv + (token * layers + layer) * (2 * HEADS * DIM)
     weight = norm_weight + layer * DIM
-    position, slot = tl.load(positions + token), tl.load(slots + token)
+    position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
     # Unless the compiler is told of the addresses' alignment, it writes number by number.
     keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(STORED)), ALIGNMENT)
     values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(STORED)), ALIGNMENT)

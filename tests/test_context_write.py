@@ -85,7 +85,7 @@ def check_case(case, device):
     write_context_rows(*given[:2], EPS, given[2], neox, *given[3:], written)
     got, want = contents(written), contents(expected)
     # The sum of squares may round otherwise; then a number may, in the model's dtype and in the buffer's.
-    step = max(torch.finfo(dtype).eps, 4 * torch.finfo(F32).eps) + (torch.finfo(stored).eps if stored != dtype else 0)
+    step = max(torch.finfo(dtype).eps, 8 * torch.finfo(F32).eps) + (torch.finfo(stored).eps if stored != dtype else 0)
     # Triton's interpreter cuts a float32 to bfloat16 where a GPU rounds.
     cut = INTERPRETING and BF16 in (dtype, stored)
     assert torch.equal(got[:, 1], want[:, 1])
