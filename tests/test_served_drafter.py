@@ -25,6 +25,7 @@ from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
 
 RECORDER = """
     import os, torch
+    from sglang.srt.runtime_context import get_parallel
 
     def register():
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -33,6 +34,9 @@ RECORDER = """
         )
 
     def record(tree, drafter, batch, window, max_depth):
+        assert drafter.context_writer.stacked is not None, "the context is written layer by layer"
+        if get_parallel().tp_rank:
+            return
         for i, req in enumerate(batch.reqs):
             committed = [*req.origin_input_ids, *req.output_ids]
             record.rows.append((committed, window.committed_length[i].item(), tree.token[i], tree.parent[i]))
@@ -60,6 +64,7 @@ CASES = {
         None,
     ),
     "path refresh": ("jetflow", {}, 24, [], {"path_refresh": True}),
+    "two ranks": ("jetflow", {}, 24, ["--tp-size", "2"], None),
     "weaver, short of memory": (
         "dflash_tfm",
         {},

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import torch
 import triton
-from sgl_specflow.kernels import fp8_linear
+from sgl_specflow.kernels import context_write, fp8_linear
 from sgl_specflow.kernels.gdn_tree import conv
 from sgl_specflow.kernels.tree_attention import select_config, triton_kernel
 from sgl_specflow.kernels.tree_step import accept_and_plan, best_tokens, empty_tree, force_path, stage
@@ -127,6 +127,30 @@ def test_fp8_linear(compiled, monkeypatch, tmp_path, case):
     weight = torch.zeros(1, dtype=fp8_linear.FP8).expand(features, depth)
     fp8_linear.fp8_linear(torch.zeros(rows, depth, dtype=torch.bfloat16), weight, torch.ones(features))
     assert [spills(kernel, tmp_path) for kernel in compiled] == [False]
+
+
+CONTEXT = [  # layers, kv heads, dimension, turned, neox, model dtype, buffer dtype
+    (5, 8, 128, 128, True, torch.bfloat16, torch.bfloat16),
+    (5, 8, 128, 128, True, torch.bfloat16, torch.float8_e4m3fn),
+    (5, 2, 256, 64, True, torch.bfloat16, torch.bfloat16),
+    (2, 3, 64, 64, False, torch.float16, torch.float16),
+    (6, 32, 128, 128, True, torch.float32, torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", CONTEXT, ids=str)
+def test_the_heads_context(compiled, monkeypatch, tmp_path, case):
+    layers, heads, dim, turned, neox, dtype, stored = case
+    monkeypatch.setattr(context_write, "_on_gpu", lambda tensor: True)
+    pool = torch.zeros(9, heads, dim, dtype=torch.uint8 if stored == context_write.FP8 else stored)
+    buffers = context_write.LayerBuffers.of([pool] * layers, [pool] * layers, stored)
+    kv, slots = torch.zeros(16, layers, 2, heads, dim, dtype=dtype), torch.zeros(16, dtype=torch.int64)
+    table, norm = torch.zeros(99, turned), torch.zeros(layers, dim)
+    context_write.write_context_rows(kv, norm, 1e-6, table, neox, slots, slots, buffers)
+    assert [spilled_bytes(kernel, tmp_path) for kernel in compiled] == [0]
+    if dtype == stored == torch.bfloat16 and turned == dim:
+        # No number is written alone.
+        assert "st.global.b16" not in compiled[0].asm["ptx"] and "st.global.v" in compiled[0].asm["ptx"]
 
 
 def test_convolution_on_a_tree(compiled):

@@ -1,7 +1,7 @@
 """Acceptance, KV compaction and the head's context in one CUDA graph a batch size.
 
 Everything after the target's choice has fixed shapes: walking the trees, moving the accepted path's keys and values,
-projecting its hidden states and writing the head's context. Some hundred small kernels become one launch from the host.
+projecting its hidden states and writing the head's context. Its kernels become one launch from the host.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import attention_backends
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
@@ -18,6 +17,7 @@ from sglang.srt.speculative.spec_utils import draft_pp_context, draft_tp_context
 
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.kernels.tree_step import tree_from_marginals
+from sgl_specflow.runtime.context_write import ContextWriter
 from sgl_specflow.runtime.draft_graph import DraftTail
 from sgl_specflow.runtime.fp8_draft import quantise_head
 from sgl_specflow.runtime.marginals import TargetVocabulary
@@ -57,6 +57,7 @@ class ParallelDrafter:
         if settings.fp8_draft:
             quantise_head(self.model)
             self.vocabulary.quantise()
+        self.context_writer = ContextWriter(self.model)
         # SGLang's hook for embedding inside the draft's own pass (and graph), in the target's dtype. The bound method,
         # not the module: the embedding must not become the draft's own parameter.
         self.model.forward_embed = self.vocabulary.embedding.forward
@@ -70,6 +71,7 @@ class ParallelDrafter:
     def alloc_memory_pool(self, **pools) -> None:
         with draft_tp_context(self.layout):
             self.worker.alloc_memory_pool(**pools)
+        self.context_writer.bind(self.runner.token_to_kv_pool)
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.layout):
@@ -96,18 +98,7 @@ class ParallelDrafter:
         """
         with torch.inference_mode(), draft_tp_context(self.layout):
             context = self.model.project_target_hidden(target_hidden)
-            for layer in self.model.layers:
-                attention = layer.self_attn
-                k, v = attention.kv_proj_only(self.model.prepare_context_hidden_for_kv(layer, context))
-                k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
-                self.runner.token_to_kv_pool.set_kv_buffer(
-                    attention.attn,
-                    KVWriteLoc(slots, physical=True),
-                    k.view(-1, attention.num_kv_heads, attention.head_dim),
-                    v.view(-1, attention.num_kv_heads, attention.head_dim),
-                    attention.attn.k_scale,
-                    attention.attn.v_scale,
-                )
+            self.context_writer.write(context, slots, positions)
 
     def write_ids(self, plan) -> torch.Tensor:
         """The slots that plan writes, as the draft pool numbers them."""
