@@ -230,6 +230,11 @@ inline void greatest(unsigned (*in)[12], unsigned (*out)[4]) {
     for (int lane = 0; lane < 32; ++lane) most = in[lane][0] > most ? in[lane][0] : most;
     for (int lane = 0; lane < 32; ++lane) out[lane][0] = most;
 }
+inline void total(unsigned (*in)[12], unsigned (*out)[4]) {
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += in[lane][0];
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = sum;
+}
 
 }  // namespace on_cpu
 
@@ -243,6 +248,13 @@ inline float __expf(float x) { return expf(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline int atomicAdd(int* sum, int x) {  // no fiber gives way inside
+    const int before = *sum;
+    *sum += x;
+    return before;
+}
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
@@ -257,6 +269,7 @@ T __shfl_xor_sync(unsigned mask, T x, int lanes) {
     return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { return on_cpu::meet(on_cpu::greatest, {x})[0]; }
+inline int __reduce_add_sync(unsigned, int x) { return int(on_cpu::meet(on_cpu::total, {unsigned(x)})[0]); }
 inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
 
 inline void copy_async_16(void* to, const void* from, bool valid) {
