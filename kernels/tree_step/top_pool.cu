@@ -1,16 +1,16 @@
 // The `width` greatest logits of each row, in order, and the row's log-sum-exp, in two launches (see top_pool.py).
 //
-// A logit's key is its float ordered as an unsigned, above the complement of its token: all keys differ, and equal logits
-// go to the smaller token. A row is cut into 16-byte vectors; group g is the vectors g, g + groups, g + 2 groups, ...
+// A logit's key is its float ordered as an unsigned, above the complement of its token: all keys differ, and of equal
+// logits the smaller token is first. A row is cut into 16-byte vectors; group g is the vectors g, g + groups, ...
 //   top_pool_groups  one thread a group: its greatest key. One warp: its part of the log-sum-exp.
-//   top_pool_pick    one block a row. A bound that at least `width` group keys reach, and hardly more, is found bit by bit:
-//                    the `width` greatest keys reach it too, and lie in the groups whose key does. The keys of these
-//                    groups that reach it are sorted. Should they be more than CAPACITY, the bound is raised until they
-//                    are not.
+//   top_pool_pick    one block a row. A bound that at least `width` group keys reach, and hardly more, is found bit by
+//                    bit: the `width` greatest keys reach it too, and lie in the groups whose key does. The keys of
+//                    these groups that reach it are sorted. Should they be more than CAPACITY, the bound is raised
+//                    until they are not.
 // Places in shared memory come from atomic counters; what is kept, and the sorted result, do not depend on their order.
 //
-// Compiled for DTYPE (0 float32, 1 bfloat16, 2 float16), CAPPED (1: logits have a soft cap) and
-// SHARED_BYTES (what top_pool.py gives a block of top_pool_pick).
+// Compiled for DTYPE (0 float32, 1 bfloat16, 2 float16), CAPPED (1: logits have a soft cap) and SHARED_BYTES (what
+// top_pool.py gives a block of top_pool_pick).
 #ifndef CUDA_ON_CPU
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
@@ -19,8 +19,8 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 struct PoolArguments {
-    i64 logits;                // [rows, vocabulary], rows row_stride elements apart
-    i64 keys, sums;            // scratch: u64 [rows, groups], Sum [rows, group_warps]
+    i64 logits;                 // [rows, vocabulary], rows row_stride elements apart
+    i64 keys, sums;             // scratch: u64 [rows, groups], Sum [rows, group_warps]
     i64 values, tokens, total;  // outputs: float [rows, width], i64 [rows, width], float [rows]
     i64 row_stride, vocabulary, width;
     i64 groups, depth;  // groups of a row, vectors of a group
@@ -39,9 +39,11 @@ constexpr int KEYS = 8;                // group keys a thread of top_pool_pick h
 constexpr int CAPACITY = 4 * THREADS;  // keys that can be sorted
 constexpr int MAX_CHOSEN = 2304;       // groups whose keys may reach the bound: 9/8 of the greatest width
 constexpr int PER_WORD = 4 / sizeof(Element), LANES = 4 * PER_WORD;  // elements of a word, of a vector
-constexpr int AHEAD = 4, PICK_AHEAD = 3;  // vectors that a thread loads before it looks at the first
+// Vectors that a thread loads before it looks at the first: what registers hold without spills.
+constexpr int GROUP_AHEAD = 4, COLLECT_AHEAD = 3, COUNT_AHEAD = 1;
+constexpr int NO_VECTOR = -1;  // all its tokens are negative
 constexpr unsigned FULL = 0xffffffffu;
-constexpr u64 LEAST = 1ull << 32;  // below the key of -inf, above what stands where there is no token
+constexpr unsigned ALL = (1u << LANES) - 1;  // a bit for each element of a vector
 
 struct Sum {
     float most, sum;  // sum of exp(value - shift_of(most))
@@ -51,6 +53,12 @@ struct Vector {
     unsigned word[4];
     __device__ __forceinline__ Element element(int lane) const {
         return Element(word[lane / PER_WORD] >> lane % PER_WORD * 16);
+    }
+    // NaN where `lanes` has a bit.
+    __device__ __forceinline__ void erase(unsigned lanes) {
+#pragma unroll
+        for (int lane = 0; lane < LANES; ++lane)
+            if (lanes >> lane & 1) word[lane / PER_WORD] |= unsigned(Element(~0u)) << lane % PER_WORD * 16;
     }
 };
 
@@ -80,12 +88,6 @@ __device__ __forceinline__ u64 key_of(unsigned order, int token) {
     return u64(order) << 32 | unsigned(0x7fffffff - token);
 }
 
-struct Keys {
-    unsigned order[LANES];  // 0 where there is no token
-    int token;              // of the first
-    __device__ __forceinline__ u64 operator[](int lane) const { return key_of(order[lane], token + lane); }
-};
-
 // One row of logits, read in aligned vectors; the first may begin before it and the last end behind it.
 struct Row {
     const Element* logits;
@@ -101,28 +103,48 @@ struct Row {
 
     __device__ __forceinline__ int first_token(int vector) const { return vector * LANES - before; }
 
-    // NaN where there is no token. Vectors at the row's ends are read whole: no 16 aligned bytes straddle an allocation's end.
+    // Whole, as no 16 aligned bytes straddle an allocation's end; zeros for NO_VECTOR and behind the row.
     __device__ __forceinline__ Vector load(int vector) const {
         const int first = first_token(vector);
-        if (first >= vocabulary) return {~0u, ~0u, ~0u, ~0u};
+        if (vector < 0 || first >= vocabulary) return {};
         const uint4 words = *reinterpret_cast<const uint4*>(logits + first);
-        Vector loaded = {words.x, words.y, words.z, words.w};
-        if (first < 0 || first + LANES > vocabulary) {
-#pragma unroll
-            for (int lane = 0; lane < LANES; ++lane)
-                if (first + lane < 0 || first + lane >= vocabulary)
-                    loaded.word[lane / PER_WORD] |= unsigned(Element(~0u)) << lane % PER_WORD * 16;
-        }
-        return loaded;
+        return {words.x, words.y, words.z, words.w};
     }
 
-    // Both launches must give the same bits: no product here may join an addition elsewhere.
+    // A bit for each element of the vector from token `first` on: whether it is a token.
+    __device__ __forceinline__ unsigned inside(int first) const {
+        const int low = max(-first, 0), high = max(first + LANES - vocabulary, 0);
+        return low < LANES && high < LANES ? ALL << low & ALL >> high : 0;
+    }
+
+    // Both launches must give the same bits, so that no product here may join an addition elsewhere.
     __device__ __forceinline__ float value(Element bits) const {
         float value = __fmul_rn(float_of(bits), scale);
 #if CAPPED
         value = __fmul_rn(cap, tanhf(__fdiv_rn(value, cap)));
 #endif
         return fmaxf(value, -infinity());  // NaN counts as -inf
+    }
+};
+
+// The keys of one vector.
+struct Keys {
+    unsigned order[LANES];
+    int first;        // token of the first
+    unsigned inside;  // as Row has it
+
+    __device__ __forceinline__ Keys(const Row& row, const Vector& vector, int first)
+        : first(first), inside(row.inside(first)) {
+#pragma unroll
+        for (int lane = 0; lane < LANES; ++lane) order[lane] = order_of(row.value(vector.element(lane)));
+    }
+    __device__ __forceinline__ u64 operator[](int lane) const { return key_of(order[lane], first + lane); }
+    // A bit for each key that reaches the bound.
+    __device__ __forceinline__ unsigned reaching(u64 bound) const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int lane = 0; lane < LANES; ++lane) bits |= unsigned((*this)[lane] >= bound) << lane;
+        return bits & inside;
     }
 };
 
@@ -145,15 +167,17 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) top_pool_groups(cons
     int token = max(row.first_token(group), 0);
     const bool real = group < groups && token < row.vocabulary;
     Sum own = {-infinity(), 0.f};
-    for (int first = 0; real && first < depth; first += AHEAD) {
-        Vector vectors[AHEAD];
+    for (int first = 0; real && first < depth; first += GROUP_AHEAD) {
+        Vector vectors[GROUP_AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
+        for (int i = 0; i < GROUP_AHEAD; ++i)
             if (first + i < depth) vectors[i] = row.load(group + (first + i) * groups);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
+        for (int i = 0; i < GROUP_AHEAD; ++i) {
             if (first + i >= depth) break;
             const int from = row.first_token(group + (first + i) * groups);
+            const unsigned inside = row.inside(from);
+            if (inside != ALL) vectors[i].erase(~inside);
             float value[LANES], most = own.most;
 #pragma unroll
             for (int lane = 0; lane < LANES; ++lane) {
@@ -173,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) top_pool_groups(cons
     }
 
     if (group < groups)
-        reinterpret_cast<u64*>(arguments.keys)[i64(blockIdx.y) * groups + group] = real ? key_of(order_of(best), token) : 0;
+        reinterpret_cast<u64*>(arguments.keys)[i64(blockIdx.y) * groups + group] =
+            real ? key_of(order_of(best), token) : 0;
     own = merge_in_warp(own);
     const int group_warps = (groups + 31) / 32;
     if (group < groups && group % 32 == 0)
@@ -198,8 +223,8 @@ __device__ __forceinline__ int sum_of_block(Shared& shared, int value, int& turn
     return __reduce_add_sync(FULL, shared.partial[turn][threadIdx.x % 32]);
 }
 
-// A bound that `width` to `limit` keys reach (fewer than `width` only where there are fewer). count(bound) gives a thread's
-// share of the keys; `counted` of them reach `known`.
+// A bound that `width` to `limit` keys reach, or all where they are fewer. count(bound) gives a thread's share of the
+// keys; `counted` of them reach `known`.
 template <class Count>
 __device__ __forceinline__ u64
 find_bound(Shared& shared, int& turn, int width, int limit, u64 known, int counted, Count count) {
@@ -216,7 +241,7 @@ find_bound(Shared& shared, int& turn, int width, int limit, u64 known, int count
             counted = reached;
         }
     }
-    return bound < LEAST ? LEAST : bound;
+    return bound ? bound : 1;  // 0 stands where there is no key
 }
 
 // The first of `count` places for a thread.
@@ -234,33 +259,23 @@ __device__ __forceinline__ int take_places(Shared& shared, int count) {
 }
 
 // The keys of the chosen groups, a vector at a time: take(keys) for every thread of a warp or none.
-template <class Take>
+template <int AHEAD, class Take>
 __device__ __forceinline__ void
 read_chosen(const Shared& shared, const PoolArguments& arguments, const Row& row, int chosen, Take take) {
     const int groups = int(arguments.groups), vectors = chosen * int(arguments.depth);
-    for (int first = threadIdx.x / 32 * 32; first < vectors; first += PICK_AHEAD * THREADS) {
-        Vector loaded[PICK_AHEAD];
-        int at[PICK_AHEAD];
+    for (int first = threadIdx.x / 32 * 32; first < vectors; first += AHEAD * THREADS) {
+        Vector loaded[AHEAD];
+        int at[AHEAD];
 #pragma unroll
-        for (int i = 0; i < PICK_AHEAD; ++i) {
+        for (int i = 0; i < AHEAD; ++i) {
             const int index = first + i * THREADS + threadIdx.x % 32;
-            at[i] = -1;  // all its tokens are negative
-            if (index < vectors) {
-                at[i] = shared.chosen[index % chosen] + index / chosen * groups;
-                loaded[i] = row.load(at[i]);
-            }
+            at[i] = index < vectors ? shared.chosen[index % chosen] + index / chosen * groups : NO_VECTOR;
+            loaded[i] = row.load(at[i]);
         }
 #pragma unroll
-        for (int i = 0; i < PICK_AHEAD; ++i) {
+        for (int i = 0; i < AHEAD; ++i) {
             if (first + i * THREADS >= vectors) break;
-            Keys keys;
-            keys.token = row.first_token(at[i]);
-#pragma unroll
-            for (int lane = 0; lane < LANES; ++lane) {
-                const bool real = unsigned(keys.token + lane) < unsigned(row.vocabulary);
-                keys.order[lane] = real ? order_of(row.value(loaded[i].element(lane))) : 0;
-            }
-            take(keys);
+            take(Keys(row, loaded[i], row.first_token(at[i])));
         }
     }
 }
@@ -271,14 +286,12 @@ collect(Shared& shared, const PoolArguments& arguments, const Row& row, int chos
     __syncthreads();
     if (threadIdx.x == 0) shared.counter = 0;
     __syncthreads();
-    read_chosen(shared, arguments, row, chosen, [&](const Keys& keys) {
-        int count = 0;
-#pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) count += keys[lane] >= bound;
-        int place = take_places(shared, count);
+    read_chosen<COLLECT_AHEAD>(shared, arguments, row, chosen, [&](const Keys& keys) {
+        const unsigned bits = keys.reaching(bound);
+        int place = take_places(shared, __popc(bits));
 #pragma unroll
         for (int lane = 0; lane < LANES; ++lane) {
-            if (keys[lane] < bound) continue;
+            if (!(bits >> lane & 1)) continue;
             if (place < CAPACITY) shared.key[0][place] = keys[lane];
             ++place;
         }
@@ -291,8 +304,8 @@ __device__ __forceinline__ u64 key_of_lane(u64 key, int lanes) {
     return u64(__shfl_xor_sync(FULL, unsigned(key >> 32), lanes)) << 32 | __shfl_xor_sync(FULL, unsigned(key), lanes);
 }
 
-// Sorts `count` keys, EACH * THREADS at most, in descending order (bitonic), and writes the first `width`. Position of a
-// thread's key i: 32 EACH a warp, 32 i, lane.
+// Sorts `count` keys, EACH * THREADS at most, in descending order (bitonic), and writes the first `width`. A thread's
+// key i stands at 32 (EACH warp + i) + lane.
 template <int EACH>
 __device__ __forceinline__ void sort_and_write(Shared& shared, const PoolArguments& arguments, int count) {
     const int first = threadIdx.x / 32 * 32 * EACH + threadIdx.x % 32;
@@ -315,7 +328,8 @@ __device__ __forceinline__ void sort_and_write(Shared& shared, const PoolArgumen
                 for (int i = 0; i < EACH; ++i) other[i] = key_of_lane(key[i], stride);
             } else {
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) other[i] = stride == 32 ? key[i ^ (1 & (EACH - 1))] : key[i ^ (2 & (EACH - 1))];
+                for (int i = 0; i < EACH; ++i)
+                    other[i] = stride == 32 ? key[i ^ (1 & (EACH - 1))] : key[i ^ (2 & (EACH - 1))];
             }
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
@@ -353,7 +367,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_pool_pick(const PoolAr
         own[i] = group < groups ? keys[group] : 0;
     }
     Sum sum = {-infinity(), 0.f};
-    if (thread < group_warps) sum = reinterpret_cast<const Sum*>(arguments.sums)[i64(blockIdx.x) * group_warps + thread];
+    if (thread < group_warps)
+        sum = reinterpret_cast<const Sum*>(arguments.sums)[i64(blockIdx.x) * group_warps + thread];
     sum = merge_in_warp(sum);
     if (thread % 32 == 0) shared.sums[thread / 32] = sum;
     if (thread == 0) shared.counter = 0;
@@ -364,32 +379,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_pool_pick(const PoolAr
     }
 
     int turn = 0;
-    const u64 group_bound = find_bound(shared, turn, width, width + width / 8, 0, groups, [&](u64 bound) {
-        int count = 0;
+    u64 bound = find_bound(shared, turn, width, width + width / 8, 0, groups, [&](u64 trial) {
+        int reached = 0;
 #pragma unroll
         for (int i = 0; i < KEYS; ++i)
-            if (i * THREADS < groups) count += own[i] >= bound;
-        return count;
+            if (i * THREADS < groups) reached += own[i] >= trial;
+        return reached;
     });
     int taken = 0;
 #pragma unroll
-    for (int i = 0; i < KEYS; ++i) taken += own[i] >= group_bound;
+    for (int i = 0; i < KEYS; ++i) taken += own[i] >= bound;
     int place = take_places(shared, taken);
 #pragma unroll
     for (int i = 0; i < KEYS; ++i)
-        if (own[i] >= group_bound) shared.chosen[place++] = i * THREADS + thread;
+        if (own[i] >= bound) shared.chosen[place++] = i * THREADS + thread;
     __syncthreads();
     const int chosen = shared.counter;
 
-    u64 bound = group_bound;
     int count;
     while ((count = collect(shared, arguments, row, chosen, bound)) > CAPACITY) {
-        bound = find_bound(shared, turn, width, CAPACITY, group_bound, count, [&](u64 trial) {
+        bound = find_bound(shared, turn, width, CAPACITY, bound, count, [&](u64 trial) {
             int reached = 0;
-            read_chosen(shared, arguments, row, chosen, [&](const Keys& keys) {
-#pragma unroll
-                for (int lane = 0; lane < LANES; ++lane) reached += keys[lane] >= trial;
-            });
+            read_chosen<COUNT_AHEAD>(
+                shared, arguments, row, chosen, [&](const Keys& keys) { reached += __popc(keys.reaching(trial)); });
             return reached;
         });
     }

@@ -1,7 +1,7 @@
 """The many likeliest tokens of each row of logits, and the row's log-sum-exp, in two CUDA launches.
 
-The logits are read once. A row is cut into groups; the tokens wanted lie in the groups with the greatest greatest logits,
-and only these are read again. `top_pool.cu` says how.
+The logits are read once. A row is cut into groups; the tokens wanted lie in those whose greatest logits are greatest, and
+only these are read again. `top_pool.cu` says how.
 """
 
 import ctypes
@@ -67,12 +67,13 @@ def top_pool(
 
 
 def pool_arguments(logits, width, scale, cap):
-    """The kernels' argument, which keeps no reference to the tensors; the outputs; and the scratch, which must outlive the
-    launches as the others must."""
+    """The kernels' argument, which keeps no reference to the tensors; the outputs; and the scratch. All must outlive the
+    launches."""
     rows, vocabulary = logits.shape
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         raise ValueError(
-            f"logits are {logits.dtype} with strides {logits.stride()}; give float32, bfloat16 or float16 with contiguous rows"
+            f"logits are {logits.dtype} with strides {logits.stride()}; give float32, bfloat16 or float16 and contiguous "
+            "rows"
         )
     if not (1 <= width <= min(MAX_WIDTH, vocabulary) and 1 <= rows <= MAX_ROWS):
         raise ValueError(
@@ -108,4 +109,5 @@ def compile_for(dtype: torch.dtype, capped: bool, target: str) -> bytes:
 
 
 def defines(dtype: torch.dtype, capped: bool) -> dict[str, int]:
+    """What `top_pool.cu` is compiled for."""
     return {"DTYPE": DTYPES.index(dtype), "CAPPED": int(capped), "SHARED_BYTES": PICK_SHARED_BYTES}
