@@ -245,6 +245,7 @@ inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
 inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }
 inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
 inline float __expf(float x) { return expf(x); }
+inline float exp2_approx(float x) { return exp2f(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }

@@ -13,6 +13,11 @@
 // top_pool.py gives a block of top_pool_pick).
 #ifndef CUDA_ON_CPU
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #endif
 
 typedef long long i64;
@@ -33,7 +38,7 @@ typedef unsigned Element;
 typedef unsigned short Element;
 #endif
 
-constexpr int GROUP_THREADS = 256;
+constexpr int GROUP_THREADS = 128;
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
 constexpr int KEYS = 8;                // group keys a thread of top_pool_pick holds
 constexpr int CAPACITY = 4 * THREADS;  // keys that can be sorted
@@ -63,6 +68,9 @@ struct Vector {
 };
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// __expf without its care for results below 2^-126, three instructions of six.
+__device__ __forceinline__ float exp_of(float x) { return exp2_approx(x * 1.44269504f); }
 
 __device__ __forceinline__ float float_of(Element bits) {
 #if DTYPE == 0
@@ -152,7 +160,7 @@ __device__ __forceinline__ Sum merge_in_warp(Sum own) {
     float most = own.most;
 #pragma unroll
     for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, lanes));
-    float sum = own.sum * __expf(own.most - shift_of(most));
+    float sum = own.sum * exp_of(own.most - shift_of(most));
 #pragma unroll
     for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(FULL, sum, lanes);
     return {most, sum};
@@ -163,7 +171,6 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) top_pool_groups(cons
     const int groups = int(arguments.groups), depth = int(arguments.depth);
     const Row row(arguments, blockIdx.y);
 
-    float best = -infinity();
     int token = max(row.first_token(group), 0);
     const bool real = group < groups && token < row.vocabulary;
     Sum own = {-infinity(), 0.f};
@@ -183,22 +190,23 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) top_pool_groups(cons
             for (int lane = 0; lane < LANES; ++lane) {
                 value[lane] = row.value(vectors[i].element(lane));
                 most = fmaxf(most, value[lane]);
-                if (value[lane] > best) {
-                    best = value[lane];
-                    token = from + lane;
-                }
+            }
+            if (most > own.most) {
+#pragma unroll
+                for (int lane = LANES - 1; lane >= 0; --lane)
+                    if (value[lane] == most) token = from + lane;
             }
             const float shift = shift_of(most);
-            float sum = own.sum * __expf(own.most - shift);
+            float sum = own.sum * exp_of(own.most - shift);
 #pragma unroll
-            for (int lane = 0; lane < LANES; ++lane) sum += __expf(value[lane] - shift);
+            for (int lane = 0; lane < LANES; ++lane) sum += exp_of(value[lane] - shift);
             own = {most, sum};
         }
     }
 
     if (group < groups)
         reinterpret_cast<u64*>(arguments.keys)[i64(blockIdx.y) * groups + group] =
-            real ? key_of(order_of(best), token) : 0;
+            real ? key_of(order_of(own.most), token) : 0;
     own = merge_in_warp(own);
     const int group_warps = (groups + 31) / 32;
     if (group < groups && group % 32 == 0)

@@ -16,9 +16,9 @@ MAX_WIDTH = 2048
 MAX_ROWS = 65535
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 VECTOR_BYTES = 16
-GROUP_THREADS, PICK_THREADS = 256, 1024
+GROUP_THREADS, PICK_THREADS = 128, 1024
 PICK_SHARED_BYTES = 75272  # the source's Shared
-_FEWEST_GROUPS, _MOST_GROUPS = 4096, 8192
+_FEWEST_GROUPS, _MOST_GROUPS = 5120, 8192
 
 
 class PoolArguments(ctypes.Structure):
