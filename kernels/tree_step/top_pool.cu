@@ -39,14 +39,14 @@ typedef unsigned short Element;
 #endif
 
 constexpr int GROUP_THREADS = 128;
-constexpr int THREADS = 1024, WARPS = THREADS / 32;
-constexpr int KEYS = 8;                // group keys a thread of top_pool_pick holds
-constexpr int CAPACITY = 4 * THREADS;  // keys that can be sorted
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int KEYS = 16;               // group keys that a thread of top_pool_pick holds,
+constexpr int FEW_KEYS = 10;           // and how many are usual
+constexpr int CAPACITY = 8 * THREADS;  // keys that can be sorted
 constexpr int MAX_CHOSEN = 2304;       // groups whose keys may reach the bound: 9/8 of the greatest width
 constexpr int PER_WORD = 4 / sizeof(Element), LANES = 4 * PER_WORD;  // elements of a word, of a vector
-// Vectors that a thread loads before it looks at the first: what registers hold without spills.
-constexpr int GROUP_AHEAD = 4, COLLECT_AHEAD = 3, COUNT_AHEAD = 1;
-constexpr int NO_VECTOR = -1;  // all its tokens are negative
+constexpr int AHEAD = 4;  // vectors that a thread loads before it looks at the first
+static_assert(AHEAD * LANES <= 32, "a bit for each element");
 constexpr unsigned FULL = 0xffffffffu;
 constexpr unsigned ALL = (1u << LANES) - 1;  // a bit for each element of a vector
 
@@ -92,9 +92,27 @@ __device__ __forceinline__ unsigned order_of(float value) {
     const unsigned bits = __float_as_uint(value + 0.f);  // -0.0 equals 0.0
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-__device__ __forceinline__ u64 key_of(unsigned order, int token) {
-    return u64(order) << 32 | unsigned(0x7fffffff - token);
+__device__ __forceinline__ float value_of(unsigned order) {
+    return __uint_as_float(order >> 31 ? order & 0x7fffffffu : ~order);
 }
+__device__ __forceinline__ u64 key_of(float value, int token) {
+    return u64(order_of(value)) << 32 | unsigned(0x7fffffff - token);
+}
+__device__ __forceinline__ int token_of(u64 key) { return 0x7fffffff - int(unsigned(key)); }
+
+// What reaches a key: greater values, and equal ones down to a token.
+struct Bound {
+    float value;
+    int token;
+
+    __device__ __forceinline__ Bound(u64 key, int vocabulary)
+        : value(value_of(unsigned(key >> 32))), token(min(token_of(key), vocabulary)) {
+        if (value != value && !(key >> 63)) {  // below the keys of -inf
+            value = -infinity();
+            token = vocabulary;
+        }
+    }
+};
 
 // One row of logits, read in aligned vectors; the first may begin before it and the last end behind it.
 struct Row {
@@ -111,10 +129,10 @@ struct Row {
 
     __device__ __forceinline__ int first_token(int vector) const { return vector * LANES - before; }
 
-    // Whole, as no 16 aligned bytes straddle an allocation's end; zeros for NO_VECTOR and behind the row.
+    // Whole, as no 16 aligned bytes straddle an allocation's end; zeros behind the row.
     __device__ __forceinline__ Vector load(int vector) const {
         const int first = first_token(vector);
-        if (vector < 0 || first >= vocabulary) return {};
+        if (first >= vocabulary) return {};
         const uint4 words = *reinterpret_cast<const uint4*>(logits + first);
         return {words.x, words.y, words.z, words.w};
     }
@@ -133,26 +151,18 @@ struct Row {
 #endif
         return fmaxf(value, -infinity());  // NaN counts as -inf
     }
-};
 
-// The keys of one vector.
-struct Keys {
-    unsigned order[LANES];
-    int first;        // token of the first
-    unsigned inside;  // as Row has it
-
-    __device__ __forceinline__ Keys(const Row& row, const Vector& vector, int first)
-        : first(first), inside(row.inside(first)) {
+    // A bit for each element of the vector from token `first` on: whether its key reaches the bound.
+    __device__ __forceinline__ unsigned reaching(const Vector& vector, int first, const Bound& bound) const {
+        unsigned above = 0, equal = 0;
 #pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) order[lane] = order_of(row.value(vector.element(lane)));
-    }
-    __device__ __forceinline__ u64 operator[](int lane) const { return key_of(order[lane], first + lane); }
-    // A bit for each key that reaches the bound.
-    __device__ __forceinline__ unsigned reaching(u64 bound) const {
-        unsigned bits = 0;
-#pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) bits |= unsigned((*this)[lane] >= bound) << lane;
-        return bits & inside;
+        for (int lane = 0; lane < LANES; ++lane) {
+            const float own = value(vector.element(lane));
+            above |= unsigned(own > bound.value) << lane;
+            equal |= unsigned(own == bound.value) << lane;
+        }
+        const unsigned ties = first > bound.token ? 0 : ALL >> max(LANES - 1 - (bound.token - first), 0);
+        return (above | (equal & ties)) & inside(first);
     }
 };
 
@@ -174,13 +184,13 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) top_pool_groups(cons
     int token = max(row.first_token(group), 0);
     const bool real = group < groups && token < row.vocabulary;
     Sum own = {-infinity(), 0.f};
-    for (int first = 0; real && first < depth; first += GROUP_AHEAD) {
-        Vector vectors[GROUP_AHEAD];
+    for (int first = 0; real && first < depth; first += AHEAD) {
+        Vector vectors[AHEAD];
 #pragma unroll
-        for (int i = 0; i < GROUP_AHEAD; ++i)
+        for (int i = 0; i < AHEAD; ++i)
             if (first + i < depth) vectors[i] = row.load(group + (first + i) * groups);
 #pragma unroll
-        for (int i = 0; i < GROUP_AHEAD; ++i) {
+        for (int i = 0; i < AHEAD; ++i) {
             if (first + i >= depth) break;
             const int from = row.first_token(group + (first + i) * groups);
             const unsigned inside = row.inside(from);
@@ -206,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) top_pool_groups(cons
 
     if (group < groups)
         reinterpret_cast<u64*>(arguments.keys)[i64(blockIdx.y) * groups + group] =
-            real ? key_of(order_of(own.most), token) : 0;
+            real ? key_of(own.most, token) : 0;
     own = merge_in_warp(own);
     const int group_warps = (groups + 31) / 32;
     if (group < groups && group % 32 == 0)
@@ -228,7 +238,7 @@ __device__ __forceinline__ int sum_of_block(Shared& shared, int value, int& turn
     turn ^= 1;
     if (threadIdx.x % 32 == 0) shared.partial[turn][threadIdx.x / 32] = sum;
     __syncthreads();
-    return __reduce_add_sync(FULL, shared.partial[turn][threadIdx.x % 32]);
+    return __reduce_add_sync(FULL, threadIdx.x % 32 < WARPS ? shared.partial[turn][threadIdx.x % 32] : 0);
 }
 
 // A bound that `width` to `limit` keys reach, or all where they are fewer. count(bound) gives a thread's share of the
@@ -266,24 +276,27 @@ __device__ __forceinline__ int take_places(Shared& shared, int count) {
     return __shfl_sync(FULL, first, 31) + up_to - count;
 }
 
-// The keys of the chosen groups, a vector at a time: take(keys) for every thread of a warp or none.
-template <int AHEAD, class Take>
+// Which logits of the chosen groups reach the bound, AHEAD vectors of a group at a time: take(bits, first) has a bit
+// for each logit, and the first vector's first token. Every thread of a warp takes or none.
+template <class Take>
 __device__ __forceinline__ void
-read_chosen(const Shared& shared, const PoolArguments& arguments, const Row& row, int chosen, Take take) {
-    const int groups = int(arguments.groups), vectors = chosen * int(arguments.depth);
-    for (int first = threadIdx.x / 32 * 32; first < vectors; first += AHEAD * THREADS) {
-        Vector loaded[AHEAD];
-        int at[AHEAD];
+read_chosen(const Shared& shared, const PoolArguments& arguments, const Row& row, int chosen, u64 key, Take take) {
+    const int groups = int(arguments.groups), depth = int(arguments.depth);
+    const Bound bound(key, row.vocabulary);
+    for (int warp = threadIdx.x / 32 * 32; warp < chosen; warp += THREADS) {
+        const int index = warp + threadIdx.x % 32;
+        const int vectors = index < chosen ? depth : 0, group = index < chosen ? shared.chosen[index] : 0;
+        for (int slice = 0; slice < depth; slice += AHEAD) {
+            Vector loaded[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int index = first + i * THREADS + threadIdx.x % 32;
-            at[i] = index < vectors ? shared.chosen[index % chosen] + index / chosen * groups : NO_VECTOR;
-            loaded[i] = row.load(at[i]);
-        }
+            for (int i = 0; i < AHEAD; ++i)
+                if (slice + i < vectors) loaded[i] = row.load(group + (slice + i) * groups);
+            unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            if (first + i * THREADS >= vectors) break;
-            take(Keys(row, loaded[i], row.first_token(at[i])));
+            for (int i = 0; i < AHEAD; ++i)
+                if (slice + i < vectors)
+                    bits |= row.reaching(loaded[i], row.first_token(group + (slice + i) * groups), bound) << i * LANES;
+            take(bits, row.first_token(group + slice * groups));
         }
     }
 }
@@ -294,14 +307,12 @@ collect(Shared& shared, const PoolArguments& arguments, const Row& row, int chos
     __syncthreads();
     if (threadIdx.x == 0) shared.counter = 0;
     __syncthreads();
-    read_chosen<COLLECT_AHEAD>(shared, arguments, row, chosen, [&](const Keys& keys) {
-        const unsigned bits = keys.reaching(bound);
+    const int step = int(arguments.groups) * LANES;
+    read_chosen(shared, arguments, row, chosen, bound, [&](unsigned bits, int first) {
         int place = take_places(shared, __popc(bits));
-#pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) {
-            if (!(bits >> lane & 1)) continue;
-            if (place < CAPACITY) shared.key[0][place] = keys[lane];
-            ++place;
+        for (; bits && place < CAPACITY; ++place, bits &= bits - 1) {
+            const int at = __ffs(bits) - 1, token = first + at / LANES * step + at % LANES;
+            shared.key[0][place] = key_of(row.value(row.logits[token]), token);
         }
     });
     __syncthreads();
@@ -337,7 +348,9 @@ __device__ __forceinline__ void sort_and_write(Shared& shared, const PoolArgumen
             } else {
 #pragma unroll
                 for (int i = 0; i < EACH; ++i)
-                    other[i] = stride == 32 ? key[i ^ (1 & (EACH - 1))] : key[i ^ (2 & (EACH - 1))];
+                    other[i] = stride == 32   ? key[i ^ (1 & (EACH - 1))]
+                               : stride == 64 ? key[i ^ (2 & (EACH - 1))]
+                                              : key[i ^ (4 & (EACH - 1))];
             }
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
@@ -354,13 +367,12 @@ __device__ __forceinline__ void sort_and_write(Shared& shared, const PoolArgumen
     for (int i = 0; i < EACH; ++i) {
         const int position = first + i * 32;
         if (position >= width) continue;
-        const unsigned order = unsigned(key[i] >> 32);
-        values[position] = __uint_as_float(order >> 31 ? order & 0x7fffffffu : ~order);
-        tokens[position] = 0x7fffffff - i64(unsigned(key[i]));
+        values[position] = value_of(unsigned(key[i] >> 32));
+        tokens[position] = token_of(key[i]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) top_pool_pick(const PoolArguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) top_pool_pick(const PoolArguments arguments) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int thread = threadIdx.x, groups = int(arguments.groups), width = int(arguments.width);
@@ -382,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_pool_pick(const PoolAr
     if (thread == 0) shared.counter = 0;
     __syncthreads();
     if (thread < 32) {
-        sum = merge_in_warp(shared.sums[thread]);
+        sum = merge_in_warp(thread < WARPS ? shared.sums[thread] : Sum{-infinity(), 0.f});
         if (thread == 0) reinterpret_cast<float*>(arguments.total)[blockIdx.x] = shift_of(sum.most) + logf(sum.sum);
     }
 
@@ -390,8 +402,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_pool_pick(const PoolAr
     u64 bound = find_bound(shared, turn, width, width + width / 8, 0, groups, [&](u64 trial) {
         int reached = 0;
 #pragma unroll
-        for (int i = 0; i < KEYS; ++i)
-            if (i * THREADS < groups) reached += own[i] >= trial;
+        for (int i = 0; i < FEW_KEYS; ++i) reached += own[i] >= trial;
+        if (groups > FEW_KEYS * THREADS) {
+#pragma unroll
+            for (int i = FEW_KEYS; i < KEYS; ++i) reached += own[i] >= trial;
+        }
         return reached;
     });
     int taken = 0;
@@ -404,20 +419,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_pool_pick(const PoolAr
     __syncthreads();
     const int chosen = shared.counter;
 
-    int count;
-    while ((count = collect(shared, arguments, row, chosen, bound)) > CAPACITY) {
+    int count = 0;
+    for (bool raised = false;; raised = true) {
+        count = collect(shared, arguments, row, chosen, bound);
+        if (count <= CAPACITY || raised) break;
         bound = find_bound(shared, turn, width, CAPACITY, bound, count, [&](u64 trial) {
             int reached = 0;
-            read_chosen<COUNT_AHEAD>(
-                shared, arguments, row, chosen, [&](const Keys& keys) { reached += __popc(keys.reaching(trial)); });
+            read_chosen(shared, arguments, row, chosen, trial, [&](unsigned bits, int) { reached += __popc(bits); });
             return reached;
         });
     }
 
+    count = min(count, CAPACITY);
     if (count <= THREADS)
         sort_and_write<1>(shared, arguments, count);
     else if (count <= 2 * THREADS)
         sort_and_write<2>(shared, arguments, count);
-    else
+    else if (count <= 4 * THREADS)
         sort_and_write<4>(shared, arguments, count);
+    else
+        sort_and_write<8>(shared, arguments, count);
 }

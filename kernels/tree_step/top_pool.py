@@ -16,8 +16,8 @@ MAX_WIDTH = 2048
 MAX_ROWS = 65535
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 VECTOR_BYTES = 16
-GROUP_THREADS, PICK_THREADS = 128, 1024
-PICK_SHARED_BYTES = 75272  # the source's Shared
+GROUP_THREADS, PICK_THREADS = 128, 512
+PICK_SHARED_BYTES = 75016  # the source's Shared
 _FEWEST_GROUPS, _MOST_GROUPS = 5120, 8192
 
 
