@@ -243,6 +243,11 @@ inline void greatest(unsigned (*in)[12], unsigned (*out)[4]) {
     for (int lane = 0; lane < 32; ++lane) most = in[lane][0] > most ? in[lane][0] : most;
     for (int lane = 0; lane < 32; ++lane) out[lane][0] = most;
 }
+inline void total(unsigned (*in)[12], unsigned (*out)[4]) {
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += in[lane][0];
+    for (int lane = 0; lane < 32; ++lane) out[lane][0] = sum;
+}
 
 }  // namespace on_cpu
 
@@ -252,12 +257,21 @@ inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
 inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
 inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }
 inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
+inline float __expf(float x) { return expf(x); }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline unsigned load_32(const void* from) { return *static_cast<const unsigned*>(from); }
 inline unsigned load_16(const void* from) { return *static_cast<const uint16_t*>(from); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline int atomicAdd(int* sum, int x) {  // no fiber gives way inside
+    const int before = *sum;
+    *sum += x;
+    return before;
+}
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
@@ -272,6 +286,7 @@ T __shfl_xor_sync(unsigned mask, T x, int lanes) {
     return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { return on_cpu::meet(on_cpu::greatest, {x})[0]; }
+inline int __reduce_add_sync(unsigned, int x) { return int(on_cpu::meet(on_cpu::total, {unsigned(x)})[0]); }
 inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
 
 template <size_t BYTES>

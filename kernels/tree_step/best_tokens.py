@@ -1,4 +1,5 @@
-"""The likeliest tokens of each row of logits, and the row's log-sum-exp, in three launches.
+"""The likeliest tokens of each row of logits, and the row's log-sum-exp, in three launches; above 64 tokens, and to 2048, in
+the two of `top_pool`.
 
 The first launch gives each program a part of one row: its best token and its sum of exponentials. The `width` likeliest
 tokens lie in the `width` parts with the best best token, so the second takes the best tokens of these parts alone, and
@@ -9,6 +10,7 @@ the complement of its index, so equal logits go to the smaller token on every de
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.tree_step import top_pool
 
 MAX_KERNEL_WIDTH = 64
 _BLOCK = 1024
@@ -29,7 +31,9 @@ def best_tokens(
         values float32 [N, width], descending; tokens int64 [N, width], the smaller first where values are equal; and the
         rows' log-sum-exp, float32 [N]. A NaN counts as -inf. No host synchronisation.
     """
-    # The kernels take a pass over their keys for each token: many are better selected by torch's radix sort.
+    # The kernels below take a pass over their keys for each token.
+    if width > MAX_KERNEL_WIDTH and top_pool.serves(logits, width):
+        return top_pool.top_pool(logits, width, scale, cap)
     if width > MAX_KERNEL_WIDTH or (logits.device.type == "cpu" and not _interpreting()):
         return _best_tokens_torch(logits, width, scale, cap)
     rows, vocabulary = logits.shape
