@@ -21,12 +21,11 @@ from sgl_specflow.eval.lossless import HEADS, answers_in_order
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job
+from sgl_specflow.launch.quickstart import tree_flags
 from sgl_specflow.launch.server import start
 
 DATASETS = ("gsm8k", "mbpp", "mt_bench")
 DRAFTERS = [f"jetflow=jetflow:{HEADS / 'smollm2-135m-jetflow'}", f"ddtree=ddtree:{HEADS / 'smollm2-135m-dflash'}"]
-
-
 ServerSettings = dict[tuple[str, int | None], tuple[list[str], dict[str, str], Path | None]]
 
 
@@ -48,8 +47,7 @@ def server_settings(base: list[str], drafters: list[str], budgets: list[int]) ->
         name, _, rest = text.partition("=")
         algorithm, head, *weaver = rest.split(":")
         for budget in budgets:
-            flags = [*base, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
-            flags += ["--speculative-num-draft-tokens", str(budget)]
+            flags = [*base, *tree_flags(algorithm, head, budget)]
             environment = {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": weaver[0]})} if weaver else {}
             servers[name, budget] = flags, environment, Path(head)
     return servers

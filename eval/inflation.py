@@ -22,6 +22,7 @@ import aiohttp
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import MODELS
 from sgl_specflow.eval.step_profile import profile
+from sgl_specflow.launch.quickstart import tree_flags
 from sgl_specflow.launch.server import Server, start
 
 from sgl_specflow.runtime.settings import OPTIONS_VARIABLE
@@ -130,8 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     for budget, fp8 in [(b, False) for b in options.budgets] + [(b, True) for b in options.fp8_budgets]:
         servers["jetflow", budget, fp8] = [
-            *(*base, "--attention-backend", options.backend, "--speculative-algorithm", "jetflow"),
-            *("--speculative-draft-model-path", str(head), "--speculative-num-draft-tokens", str(budget)),
+            *(*base, "--attention-backend", options.backend),
+            *tree_flags("jetflow", head, budget),
         ]
     simulated = {"SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept)}
 

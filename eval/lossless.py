@@ -18,7 +18,7 @@ import torch
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
-from sgl_specflow.launch.quickstart import EXACT_FLOAT32, server_flags
+from sgl_specflow.launch.quickstart import EXACT_FLOAT32, server_flags, tree_flags
 from sgl_specflow.launch.server import Server, start
 
 HEADS = Path(__file__).resolve().parents[1] / "sgl_specflow" / "drafter" / "heads"
@@ -116,9 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     def measure(key: tuple[str, int, int], plain: Future) -> None:
         algorithm, budget, page = key
         begun = time.monotonic()
-        flags = [*base, "--page-size", str(page), "--speculative-algorithm", algorithm]
-        flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]
-        flags += ["--speculative-num-draft-tokens", str(budget)]
+        head = options.heads / HEAD_OF[algorithm]
+        flags = [*base, "--page-size", str(page), *tree_flags(algorithm, head, budget)]
         tree = answers(flags, jobs, missing[key], options.logs / f"lossless-{algorithm}-{budget}-{page}.log")
         expected = plain.result()
         with writing:

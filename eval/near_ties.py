@@ -26,7 +26,7 @@ from sgl_specflow.eval.lossless import HEAD_OF, HEADS, answers_in_order
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Job
-from sgl_specflow.launch.quickstart import server_flags
+from sgl_specflow.launch.quickstart import server_flags, tree_flags
 from sgl_specflow.launch.server import start
 
 BFLOAT16_ROUNDING = 2.0**-8
@@ -153,9 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     servers: dict[tuple[str, int | None], list[str]] = {("plain", None): base}
     for algorithm in options.algorithms:
         for budget in options.budgets:
-            flags = [*base, "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(budget)]
-            flags += ["--speculative-draft-model-path", str(options.heads / HEAD_OF[algorithm])]
-            servers[algorithm, budget] = flags
+            head = options.heads / HEAD_OF[algorithm]
+            servers[algorithm, budget] = [*base, *tree_flags(algorithm, head, budget)]
 
     def decode(key: tuple[str, int | None]) -> dict[int, list[Decoded]]:
         log = options.logs / f"near-ties-{key[0]}-{key[1]}.log"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.placement import runs_triton
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 FP8 = torch.float8_e4m3fn
@@ -88,7 +89,7 @@ def write_context_rows(
             f"even number of turned dimensions; got {tuple(norm_weight.shape)}, {len(buffers.keys)} of "
             f"{tuple(buffers.keys[0].shape)} and {rotary}"
         )
-    if not _on_gpu(kv):
+    if not runs_triton(kv):
         _in_torch(kv, norm_weight, eps, cos_sin, neox, positions, slots, buffers)
         return
     lanes = triton.next_power_of_2
@@ -129,10 +130,6 @@ def _in_torch(kv, norm_weight, eps, cos_sin, neox, positions, slots, buffers) ->
     for layer, (key, value) in enumerate(zip(buffers.keys, buffers.values)):
         key[slots] = keys[:, layer].to(buffers.dtype).view(key.dtype)
         value[slots] = values[:, layer].to(buffers.dtype).view(value.dtype)
-
-
-def _on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" or type(_write).__name__ == "InterpretedFunction"
 
 
 @triton.jit

@@ -6,6 +6,7 @@ Each output feature has a scale of its own: weight = scale * fp8 (e4m3). The pro
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.placement import runs_triton
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -48,7 +49,7 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
             f"fp8_linear: x {tuple(x.shape)} wants weight float8_e4m3fn [N, {depth}] and scale [N]; got "
             f"{weight.dtype} {tuple(weight.shape)} and {tuple(scale.shape)}"
         )
-    if not _on_gpu(x) or x.dtype == torch.float32:
+    if not runs_triton(x) or x.dtype == torch.float32:
         parts = zip(weight.split(_FEATURES_AT_ONCE), scale.split(_FEATURES_AT_ONCE))
         return torch.cat([x @ dequantise_rows(*part, x.dtype).T for part in parts], dim=1)
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
@@ -72,10 +73,6 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
         num_stages=6 if block_m <= 32 else 4,
     )
     return out
-
-
-def _on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" or type(_fp8_linear).__name__ == "InterpretedFunction"
 
 
 @triton.jit

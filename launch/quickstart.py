@@ -64,11 +64,11 @@ def server_flags(model: str, on_gpu: bool, dtype: str = "float32") -> list[str]:
     return flags
 
 
-def tree_flags(head: str) -> list[str]:
+def tree_flags(algorithm: str, head: str | Path, nodes: int) -> list[str]:
     return [
-        "--speculative-algorithm", "jetflow",
-        "--speculative-draft-model-path", head,
-        "--speculative-num-draft-tokens", str(TREE_NODES),
+        "--speculative-algorithm", algorithm,
+        "--speculative-draft-model-path", str(head),
+        "--speculative-num-draft-tokens", str(nodes),
     ]  # fmt: skip
 
 
@@ -151,7 +151,9 @@ def run(options: argparse.Namespace) -> int:
     say(f"device: {torch.cuda.get_device_name() if on_gpu else 'CPU, the reference platform: correct, and slow'}")
     flags = server_flags(str(options.model_path), on_gpu)
     plain = answers_of("plain", flags, jobs, options.logs / "server-plain.log")
-    tree = answers_of("jetflow", flags + tree_flags(str(options.head)), jobs, options.logs / "server-jetflow.log")
+    tree = answers_of(
+        "jetflow", flags + tree_flags("jetflow", options.head, TREE_NODES), jobs, options.logs / "server-jetflow.log"
+    )
     comparisons = compare(jobs, plain, tree)
     width = max(60, get_terminal_size().columns)
     for comparison in comparisons:

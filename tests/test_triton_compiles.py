@@ -105,10 +105,10 @@ def module(name: str):
 @pytest.mark.parametrize("nodes", [64, 256])
 def test_the_small_kernels_of_a_step(compiled, monkeypatch, tmp_path, nodes):
     requests, cpu = 3, torch.device("cpu")
-    monkeypatch.setattr(stage, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(module("best_tokens"), "_interpreting", lambda: True)
-    monkeypatch.setattr(module("accept"), "_interpreting", lambda: True)
-    monkeypatch.setattr(module("force"), "_interpreting", lambda: True)
+    monkeypatch.setattr(stage, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(module("best_tokens"), "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(module("accept"), "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(module("force"), "runs_triton", lambda tensor: True)
     table, rows = torch.zeros(9, 5000, dtype=torch.int32), torch.zeros(requests, dtype=torch.int64)
     tree = empty_tree(requests, nodes, cpu)
     stage.window_slots(table, rows, rows, nodes)
@@ -123,7 +123,7 @@ def test_the_small_kernels_of_a_step(compiled, monkeypatch, tmp_path, nodes):
 @pytest.mark.parametrize("case", [(15, 4096, 12288), (15, 151936, 4096), (120, 4096, 4096), (300, 576, 1008)], ids=str)
 def test_fp8_linear(compiled, monkeypatch, tmp_path, case):
     rows, features, depth = case
-    monkeypatch.setattr(fp8_linear, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(fp8_linear, "runs_triton", lambda tensor: True)
     weight = torch.zeros(1, dtype=fp8_linear.FP8).expand(features, depth)
     fp8_linear.fp8_linear(torch.zeros(rows, depth, dtype=torch.bfloat16), weight, torch.ones(features))
     assert [spills(kernel, tmp_path) for kernel in compiled] == [False]
@@ -141,7 +141,7 @@ CONTEXT = [  # layers, kv heads, dimension, turned, neox, model dtype, buffer dt
 @pytest.mark.parametrize("case", CONTEXT, ids=str)
 def test_the_heads_context(compiled, monkeypatch, tmp_path, case):
     layers, heads, dim, turned, neox, dtype, stored = case
-    monkeypatch.setattr(context_write, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(context_write, "runs_triton", lambda tensor: True)
     pool = torch.zeros(9, heads, dim, dtype=torch.uint8 if stored == context_write.FP8 else stored)
     buffers = context_write.LayerBuffers.of([pool] * layers, [pool] * layers, stored)
     kv, slots = torch.zeros(16, layers, 2, heads, dim, dtype=dtype), torch.zeros(16, dtype=torch.int64)

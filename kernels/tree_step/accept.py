@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.placement import runs_triton
 
 from sgl_specflow.commit import CommitPlan, plan_commit
 from sgl_specflow.tree import TokenTree
@@ -45,7 +46,7 @@ def accept_and_plan(
     On CUDA one launch, elsewhere in torch; no host synchronisation. Raises ValueError as `accept` does.
     """
     requests, budget = tree.token.shape
-    if tree.token.device.type == "cpu" and not _interpreting():
+    if not runs_triton(tree.token):
         accepted = accept(tree, next_token, max_depth)
         commit = Commit(accepted, plan_commit(window, accepted, committed), committed + accepted.length)
         return commit if out is None else _copy(commit, out)
@@ -96,10 +97,6 @@ def _copy(commit: Commit, out: Commit) -> Commit:
             getattr(target, name).copy_(value)
     out.new_length.copy_(commit.new_length)
     return out
-
-
-def _interpreting() -> bool:
-    return type(_accept).__name__ == "InterpretedFunction"
 
 
 @triton.jit

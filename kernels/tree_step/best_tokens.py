@@ -10,6 +10,7 @@ the complement of its index, so equal logits go to the smaller token on every de
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.placement import runs_triton
 from sgl_specflow.kernels.tree_step import top_pool
 
 MAX_KERNEL_WIDTH = 64
@@ -34,7 +35,7 @@ def best_tokens(
     # The kernels below take a pass over their keys for each token.
     if width > MAX_KERNEL_WIDTH and top_pool.serves(logits, width):
         return top_pool.top_pool(logits, width, scale, cap)
-    if width > MAX_KERNEL_WIDTH or (logits.device.type == "cpu" and not _interpreting()):
+    if width > MAX_KERNEL_WIDTH or not runs_triton(logits):
         return _best_tokens_torch(logits, width, scale, cap)
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _BLOCK)
@@ -85,10 +86,6 @@ def _best_of_rows(logits, width, scale, cap):
     keys = ordered << 32 | 0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device)
     tokens = keys.topk(width, dim=1).indices
     return logits.gather(1, tokens), tokens, logits.logsumexp(1)
-
-
-def _interpreting() -> bool:
-    return type(_merge_parts).__name__ == "InterpretedFunction"
 
 
 @triton.jit

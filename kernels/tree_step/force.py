@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.placement import runs_triton
 
 from sgl_specflow.tree import TokenTree
 
@@ -15,7 +16,7 @@ def force_path(tree: TokenTree, length: int) -> torch.Tensor:
 
     One launch on CUDA, elsewhere torch; no host synchronisation.
     """
-    if tree.token.device.type == "cpu" and not _interpreting():
+    if not runs_triton(tree.token):
         return _force_torch(tree, length)
     requests, budget = tree.token.shape
     choice = torch.empty_like(tree.token)
@@ -52,10 +53,6 @@ def _token_of_no_child(tree: TokenTree) -> torch.Tensor:
     present = torch.zeros(requests, tree.budget + 2, dtype=torch.bool, device=tree.token.device)
     present.scatter_(1, tree.token.clamp(max=tree.budget + 1), True)
     return (~present[:, : tree.budget + 1]).to(torch.int8).argmax(1, keepdim=True)
-
-
-def _interpreting() -> bool:
-    return type(_force).__name__ == "InterpretedFunction"
 
 
 @triton.jit(do_not_specialize=["length"])

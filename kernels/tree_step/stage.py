@@ -6,6 +6,7 @@ Every function has a torch form, for the CPU, and a Triton one, for CUDA; neithe
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels.placement import runs_triton
 
 from sgl_specflow.tree.token_tree import pack_bits
 
@@ -22,7 +23,7 @@ def window_slots(table: torch.Tensor, rows: torch.Tensor, committed: torch.Tenso
     Returns:
         int64 [R, budget].
     """
-    if not _on_gpu(table):
+    if not runs_triton(table):
         offsets = torch.arange(budget, device=committed.device)
         return table[rows[:, None], committed[:, None] + offsets].to(torch.int64)
     slots = torch.empty(rows.numel(), budget, dtype=torch.int64, device=table.device)
@@ -40,7 +41,7 @@ def pack_rows(
         indptr: int32 [R + 1], written: where each request's slots begin. slots: int32 [at least their sum], written.
     """
     requests = rows.numel()
-    if not _on_gpu(table):
+    if not runs_triton(table):
         indptr[0] = 0
         indptr[1:] = lengths.cumsum(0)
         if requests:
@@ -67,7 +68,7 @@ def stage_bits(
             0 to i. out_depth: int64 [R, N]. All contiguous.
     """
     live, (requests, nodes, words) = ancestors.shape[0], out_ancestors.shape
-    if not _on_gpu(out_ancestors):
+    if not runs_triton(out_ancestors):
         alone = pack_bits(torch.eye(nodes, dtype=torch.bool))
         not_later = pack_bits(torch.ones(nodes, nodes, dtype=torch.bool).tril())
         out_ancestors[:live], out_depth[:live] = ancestors, depth
@@ -88,10 +89,6 @@ def stage_bits(
         nodes,
         triton.next_power_of_2(nodes),
     )
-
-
-def _on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" or type(_window).__name__ == "InterpretedFunction"
 
 
 @triton.jit
