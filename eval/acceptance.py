@@ -6,7 +6,8 @@
 Each drafter is NAME=ALGORITHM:HEAD, by default the shipped heads; the Weaver of dflash_tfm follows as :WEAVER. Greedy, on
 test prompts, `--batch` requests at once. Rows that the file holds from `python -m sgl_specflow.training evaluate` (engine
 "offline") stay. Tokens a second count whole requests, prompts included; with --parallel servers share the device and are
-measured one at a time.
+measured one at a time. With --together they are measured at the same time, which tells accept lengths only: their rows
+have no tokens_per_second.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -54,9 +56,15 @@ def server_settings(base: list[str], drafters: list[str], budgets: list[int]) ->
 
 
 def row(
-    drafter: str, head: Path | None, budget: int | None, dataset: str, batch: int, done: list[Answer], seconds
+    drafter: str,
+    head: Path | None,
+    budget: int | None,
+    dataset: str,
+    batch: int,
+    done: list[Answer],
+    seconds: float | None,
 ) -> dict:
-    """One line of the result file; accept_length is 1 for plain decoding."""
+    """One line of the result file; accept_length is 1 for plain decoding. seconds: None where others ran beside."""
     facts = json.loads((head / "training.json").read_text()) if head and (head / "training.json").exists() else {}
     tokens, decoded = sum(len(answer.tokens) for answer in done), sum(answer.decoded_tokens for answer in done)
     return {
@@ -71,7 +79,7 @@ def row(
         "engine": "sglang",
         "batch": batch,
         "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
     }
 
 
@@ -91,6 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parallel", type=int, default=1, help="servers up at once (default: 1)")
+    parser.add_argument("--together", action="store_true", help="measure the --parallel servers at the same time")
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
     parser.add_argument("--commit")
     parser.add_argument("flags", nargs="*", help="further server flags, after --")
@@ -105,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
     servers = server_settings(base, options.drafters, options.budgets)
     kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     result = {"meta": describe(options.commit), "rows": [old for old in kept if old.get("engine") != "sglang"]}
-    alone = threading.Lock()
+    alone = nullcontext() if options.together else threading.Lock()
+    writing = threading.Lock()
 
     def measure(key: tuple) -> None:
         flags, environment, head = servers[key]
@@ -115,16 +125,18 @@ def main(arguments: list[str] | None = None) -> int:
                 for dataset, of_dataset in jobs.items():
                     begun = time.monotonic()
                     done = answers_in_order(server, of_dataset, options.batch)
-                    seconds = time.monotonic() - begun
-                    result["rows"].append(row(key[0], head, key[1], dataset, options.batch, done, seconds))
-                    last = result["rows"][-1]
+                    seconds = None if options.together else time.monotonic() - begun
+                    last = row(key[0], head, key[1], dataset, options.batch, done, seconds)
+                    rate = "" if seconds is None else f", {last['tokens_per_second']:.0f} tokens/s"
                     print(
-                        f"{key[0]:12} budget {key[1]} {dataset:9} accept length {last['accept_length']:.2f} "
-                        f"{last['tokens_per_second']:.0f} tokens/s ({len(done)} prompts)",
+                        f"{key[0]:12} budget {key[1]} {dataset:9} accept length {last['accept_length']:.2f}{rate} "
+                        f"({len(done)} prompts)",
                         flush=True,
                     )
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                    with writing:
+                        result["rows"].append(last)
+                        options.out.parent.mkdir(parents=True, exist_ok=True)
+                        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with ThreadPoolExecutor(options.parallel) as pool:
         for outcome in [pool.submit(measure, key) for key in servers]:

@@ -11,9 +11,11 @@ from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.checkpoint import save_head
 from sgl_specflow.drafter.reference import ReferenceHead
-from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, load_weaver
+from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, load_weaver, save_weaver
 from sgl_specflow.training import weaver as weaver_training
 from sgl_specflow.training.blocks import make_blocks, sample_blocks
+from sgl_specflow.training.config import EvaluateConfig
+from sgl_specflow.training.evaluate import evaluate
 from sgl_specflow.training.head import TrainingHead
 from sgl_specflow.training.offline_accept import verify_passes
 from sgl_specflow.training.responses import save_responses
@@ -211,6 +213,34 @@ def test_accept_lengths_are_tokens_a_pass(head, target, responses):
     assert {row["source"]: row["responses"] for row in rows} == {"odd": 3, "even": 2, "all": 5}
     assert {row["width"] for row in rows if row["drafter"] == "dflash_tfm"} == {4}
     assert mean_accept_lengths(drafter, [too_short], (16,)) == []
+
+
+def test_evaluate_measures_a_heads_weaver_at_every_width_and_budget(head, target, responses, tmp_path):
+    config, weights = tiny_weaver(), random_weaver(tiny_weaver())
+    save_head(tmp_path / "head", head.config, head.tensors)
+    save_weaver(tmp_path / "weaver", config, weights)
+    answered = [dataclasses.replace(r, source="gsm8k" if i % 2 else "mbpp") for i, r in enumerate(responses[:6])]
+    run = EvaluateConfig(
+        target="",
+        data="",
+        heads=[str(tmp_path / "head")],
+        out=str(tmp_path / "rows.json"),
+        datasets=["gsm8k", "mbpp"],
+        budgets=[4, 16],
+        weavers={str(tmp_path / "head"): str(tmp_path / "weaver")},
+        weaver_widths=[1, 8],
+    )
+    rows = evaluate(run, target, answered)["rows"]
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    grown = {(r["dataset"], r["budget"], r["weaver_width"]): r for r in rows if r["drafter"] == "dflash_tfm"}
+    assert grown.keys() == {(d, b, w) for d in ("gsm8k", "mbpp") for b in (4, 16) for w in (1, 8)}
+    folded = FoldedWeaver(config, load_weaver(tmp_path / "weaver")[1], target.embedding, target.lm_head, torch.float32)
+    for width in (1, 8):
+        expected = mean_accept_lengths(WeaverDrafter(head, target, folded, width), answered, (16,))
+        for line in expected:
+            if line["drafter"] == "dflash_tfm" and line["source"] != "all":
+                assert grown[line["source"], 16, width]["accept_length"] == line["accept_length"]
+    assert {r["drafter"] for r in rows} == {"ddtree", "dflash", "dflash_tfm"}
 
 
 def test_the_command_trains_exports_and_measures(head, target, responses, tmp_path, monkeypatch, capsys):

@@ -177,6 +177,8 @@ class EvaluateConfig:
     Attributes:
         heads: head folders. out: the JSON file. rows: prompts a data set (MT-Bench has 80).
         budgets: tree budgets; the chain of a block is measured too. path_refresh: budgets of two passes, causal heads.
+        weavers: a head folder's Weaver adapter, by that folder; weaver_widths: nodes that it expands at once, each measured
+            at each budget.
         continuations: a file that keeps the target's greedy answers between runs, or none.
         width: children considered a depth, SGLang's --speculative-eagle-topk; 16 is what this package serves.
         commit: the code's commit, where it runs outside its checkout.
@@ -191,6 +193,8 @@ class EvaluateConfig:
     rows: int = 200
     budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256])
     path_refresh: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256])
+    weavers: dict[str, str] = field(default_factory=dict)
+    weaver_widths: list[int] = field(default_factory=lambda: [1, 4, 8, 16])
     width: int = 16
     max_new_tokens: int = 256
     continuations: str = ""

@@ -10,16 +10,19 @@ import torch
 from sgl_specflow.drafter.checkpoint import load_tensors
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
+from sgl_specflow.drafter.weaver import FoldedWeaver, load_weaver
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.kernels.fp8_linear import dequantise_rows, quantise_rows
 from sgl_specflow.training.config import EvaluateConfig
-from sgl_specflow.training.offline_accept import OfflineDrafter, accept_lengths
+from sgl_specflow.training.offline_accept import OfflineDrafter, accept_lengths, measurable, walk
 from sgl_specflow.training.prompts import chat_tokens
 from sgl_specflow.training.responses import Response, load_responses, save_responses
 from sgl_specflow.training.target_states import FrozenTarget
+from sgl_specflow.training.weaver import WeaverDrafter
 
 TRAINING = "training.json"
+METHODS = {"tree": "one_pass", "conditional": "one_pass", "refresh": "path_refresh", "chain": "chain"}
 # What `runtime.fp8_draft` quantises, by the names of a checkpoint.
 FP8_MATRICES = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
@@ -71,7 +74,27 @@ def evaluate(config: EvaluateConfig, target: FrozenTarget, answers: list[Respons
             row | {"fp8_draft": config.fp8_draft} for row in _rows(Path(folder), head_config, lengths, counts)
         ]
         out.write_text(json.dumps(result, indent=1) + "\n")
+        if folder in config.weavers:
+            for line in _weaver_rows(config, folder, head, target, answers, counts):
+                result["rows"].append(line)
+                out.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _weaver_rows(config: EvaluateConfig, folder: str, head: ReferenceHead, target: FrozenTarget, answers, counts):
+    """Rows of the trees that the head's Weaver grows, a width, budget and data set each, as they are measured."""
+    adapter, tensors = load_weaver(config.weavers[folder])
+    adapter.check_against(head.config, target.embedding.shape[1])
+    weaver = FoldedWeaver(adapter, tensors, target.embedding, target.lm_head, target.embedding.dtype)
+    answers = measurable(answers)
+    read = WeaverDrafter(head, target, weaver).read(answers)
+    for width in config.weaver_widths:
+        drafter = WeaverDrafter(head, target, weaver, width)
+        for budget in config.budgets:
+            methods = {f"conditional-{budget}": (drafter.conditional_tree, budget)}
+            lengths = walk(read, answers, methods, head.config.depth)
+            for row in _rows(Path(folder), head.config, lengths, counts):
+                yield row | {"weaver": Path(config.weavers[folder]).name, "weaver_width": width}
 
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -84,12 +107,14 @@ def _rows(folder: Path, head: HeadConfig, lengths: dict, counts: dict[str, int])
     rows = []
     for method, of_source in lengths.items():
         kind, _, budget = method.partition("-")
-        drafter = "jetflow" if head.causal_head else {"tree": "ddtree", "chain": "dflash"}[kind]
+        drafter = (
+            "jetflow" if head.causal_head else {"tree": "ddtree", "chain": "dflash", "conditional": "dflash_tfm"}[kind]
+        )
         for dataset, count in counts.items():
             rows.append(
                 {
                     "drafter": drafter,
-                    "method": {"tree": "one_pass", "refresh": "path_refresh", "chain": "chain"}[kind],
+                    "method": METHODS[kind],
                     "causal": head.causal_head,
                     "head": folder.name,
                     "loss": facts.get("loss", "unknown"),

@@ -153,16 +153,31 @@ def accept_lengths(
     Args:
         budgets, refreshed: of trees in one pass and with path refresh. chains: nodes of chains, the anchor included.
     """
-    responses = [r for r in responses if len(r.tokens) - r.prompt_length >= 2]
-    answers = drafter.read(responses)
-    depth = drafter.head.config.depth
+    responses = measurable(responses)
+    methods = {f"tree-{b}": (drafter.tree, b) for b in budgets}
+    methods |= {f"refresh-{b}": (drafter.refreshed_tree, b) for b in refreshed}
+    methods |= {f"chain-{n}": (drafter.chain, n) for n in chains}
+    return walk(drafter.read(responses), responses, methods, drafter.head.config.depth)
+
+
+def measurable(responses: list[Response]) -> list[Response]:
+    """Those of two tokens or more: the first comes from the prompt's own pass."""
+    return [r for r in responses if len(r.tokens) - r.prompt_length >= 2]
+
+
+def walk(
+    answers: Answers, responses: list[Response], methods: dict[str, tuple[Callable, int]], depth: int
+) -> dict[str, dict[str, float]]:
+    """Tokens a verify pass: {method: {source: mean}} with "all" last.
+
+    Args:
+        answers: what a drafter read of the responses. methods: by name, (draft(answers, anchor, nodes), nodes).
+        depth: of the head.
+    """
     committed = answers.length - 1 - answers.prompt
     sources = sorted({r.source for r in responses})
     inside = {s: torch.tensor([r.source == s for r in responses], device=committed.device) for s in sources}
     inside["all"] = torch.ones_like(committed, dtype=torch.bool)
-    methods = {f"tree-{b}": (drafter.tree, b) for b in budgets}
-    methods |= {f"refresh-{b}": (drafter.refreshed_tree, b) for b in refreshed}
-    methods |= {f"chain-{n}": (drafter.chain, n) for n in chains}
     results = {}
     for name, (draft, size) in methods.items():
         passes = verify_passes(answers, lambda some, anchor, draft=draft, size=size: draft(some, anchor, size), depth)

@@ -23,6 +23,7 @@ import json
 import math
 import platform
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from sgl_specflow.training.attention import TILE
 from sgl_specflow.training.blocks import Blocks, sample_blocks
 from sgl_specflow.training.head import TrainingHead
 from sgl_specflow.training.losses import teacher_log_probs
-from sgl_specflow.training.offline_accept import Answers, OfflineDrafter, verify_passes
+from sgl_specflow.training.offline_accept import Answers, OfflineDrafter, measurable, walk
 from sgl_specflow.training.optimizer import schedule
 from sgl_specflow.training.responses import Response, load_responses
 from sgl_specflow.training.rows import Batch, Rows
@@ -326,30 +327,26 @@ def mean_accept_lengths(drafter: WeaverDrafter, responses: list[Response], budge
     The drafters are `dflash_tfm`, `ddtree` (the same head's marginals) and `chain` (its likeliest tokens; budget: the
     anchor and one of each depth). Answers of fewer than two tokens are left out.
     """
-    responses = [r for r in responses if len(r.tokens) - r.prompt_length >= 2]
+    responses = measurable(responses)
     if not responses:
         return []
-    answers, depth = drafter.read(responses), drafter.head.config.depth
-    committed = answers.length - 1 - answers.prompt
-    sources = {s: [i for i, r in enumerate(responses) if r.source == s] for s in sorted({r.source for r in responses})}
-    methods = [("chain", depth + 1, drafter.chain)]
-    methods += [("ddtree", budget, drafter.tree) for budget in budgets]
-    methods += [("dflash_tfm", budget, drafter.conditional_tree) for budget in budgets]
-    passes = {
-        (name, budget): verify_passes(answers, lambda some, anchor, m=method, b=budget: m(some, anchor, b), depth)
-        for name, budget, method in methods
-    }
+    depth = drafter.head.config.depth
+    methods = {("chain", depth + 1): (drafter.chain, depth + 1)}
+    methods |= {("ddtree", budget): (drafter.tree, budget) for budget in budgets}
+    methods |= {("dflash_tfm", budget): (drafter.conditional_tree, budget) for budget in budgets}
+    lengths = walk(drafter.read(responses), responses, methods, depth)
+    counts = Counter(response.source for response in responses) | {"all": len(responses)}
     return [
         {
             "source": source,
             "drafter": name,
             "budget": budget,
             "width": drafter.nodes if name == "dflash_tfm" else None,
-            "accept_length": round((committed[inside].sum() / count[inside].sum()).item(), 4),
-            "responses": len(inside),
+            "accept_length": round(of_source[source], 4),
+            "responses": counts[source],
         }
-        for source, inside in [*sources.items(), ("all", list(range(len(responses))))]
-        for (name, budget), count in passes.items()
+        for source in [*sorted(set(counts) - {"all"}), "all"]
+        for (name, budget), of_source in lengths.items()
     ]
 
 
