@@ -19,7 +19,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from sgl_specflow.eval.lossless import HEADS, answers_in_order
+from sgl_specflow.eval.heads import HEAD_OF, HEADS, WEAVER
+from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job
@@ -27,7 +28,10 @@ from sgl_specflow.launch.quickstart import tree_flags
 from sgl_specflow.launch.server import start
 
 DATASETS = ("gsm8k", "mbpp", "mt_bench")
-DRAFTERS = [f"jetflow=jetflow:{HEADS / 'smollm2-135m-jetflow'}", f"ddtree=ddtree:{HEADS / 'smollm2-135m-dflash'}"]
+DRAFTERS = [
+    f"{name}={name}:{HEADS / head}" + (f":{HEADS / WEAVER}" if name == "dflash_tfm" else "")
+    for name, head in HEAD_OF.items()
+]
 ServerSettings = dict[tuple[str, int | None], tuple[list[str], dict[str, str], Path | None]]
 
 

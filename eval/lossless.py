@@ -15,14 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from sgl_specflow.eval.heads import HEAD_OF, HEADS, tree_server
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
-from sgl_specflow.launch.quickstart import EXACT_FLOAT32, server_flags, tree_flags
+from sgl_specflow.launch.quickstart import EXACT_FLOAT32, server_flags
 from sgl_specflow.launch.server import Server, start
 
-HEADS = Path(__file__).resolve().parents[1] / "sgl_specflow" / "drafter" / "heads"
-HEAD_OF = {"jetflow": "smollm2-135m-jetflow", "ddtree": "smollm2-135m-dflash"}
 REQUEST_SECONDS = 3600
 
 
@@ -43,9 +42,11 @@ def answers_in_order(
     return backend.run(collect())
 
 
-def answers(flags: list[str], jobs: list[Job], batches: list[int], log: Path) -> dict[int, list[Answer]]:
+def answers(
+    flags: list[str], jobs: list[Job], batches: list[int], log: Path, environment: dict[str, str] | None = None
+) -> dict[int, list[Answer]]:
     """One server, all jobs at each batch size."""
-    with start(flags, log=log, environment=EXACT_FLOAT32, timeout=900) as server:
+    with start(flags, log=log, environment=EXACT_FLOAT32 | (environment or {}), timeout=900) as server:
         return {batch: answers_in_order(server, jobs, batch) for batch in batches}
 
 
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heads", type=Path, default=HEADS, help="folder of the heads (default: the shipped ones)")
-    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=["jetflow", "ddtree"])
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(HEAD_OF))
     parser.add_argument("--budgets", type=numbers, default=[2, 16, 64])
     parser.add_argument("--pages", type=numbers, default=[1, 16])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
@@ -116,9 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
     def measure(key: tuple[str, int, int], plain: Future) -> None:
         algorithm, budget, page = key
         begun = time.monotonic()
-        head = options.heads / HEAD_OF[algorithm]
-        flags = [*base, "--page-size", str(page), *tree_flags(algorithm, head, budget)]
-        tree = answers(flags, jobs, missing[key], options.logs / f"lossless-{algorithm}-{budget}-{page}.log")
+        tree_flags, environment = tree_server(algorithm, budget, options.heads)
+        flags = [*base, "--page-size", str(page), *tree_flags]
+        log = options.logs / f"lossless-{algorithm}-{budget}-{page}.log"
+        tree = answers(flags, jobs, missing[key], log, environment)
         expected = plain.result()
         with writing:
             for batch in missing[key]:

@@ -10,8 +10,10 @@ their logits: by the plain server and by the tree server as they decoded (`gap_b
 weights in float32 over the common prefix (`gap_float32`, in Hugging Face Transformers: log-probabilities of a server
 would not say how large the logits are). The control is plain decoding against itself at another batch size.
 
-A gap is also given in units of the top logit's rounding to bfloat16, |logit| * 2^-8 (`units`). The exit status is 1 if
-a tree's divergence exceeds LARGEST_UNITS. Answers are not compared after their first difference.
+gap_bf16 + gap_bf16_tree is how far the two servers disagree about the two logits, after the same prefix. It is given in
+units of the top logit's rounding to bfloat16, |logit| * 2^-8 (`units`); the exit status is 1 if a tree's exceeds
+LARGEST_UNITS. gap_float32 is no measure of that: plain decoding in bfloat16 itself errs by more here and there. Answers
+are not compared after their first difference.
 """
 
 import argparse
@@ -22,19 +24,20 @@ from pathlib import Path
 
 import torch
 from sgl_specflow.eval.backends import Decoded, TopTokenBackend
-from sgl_specflow.eval.lossless import HEAD_OF, HEADS, answers_in_order
+from sgl_specflow.eval.heads import HEADS, tree_server
+from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Job
-from sgl_specflow.launch.quickstart import server_flags, tree_flags
+from sgl_specflow.launch.quickstart import server_flags
 from sgl_specflow.launch.server import start
 
 BFLOAT16_ROUNDING = 2.0**-8
 """The largest relative error of one rounding to bfloat16, which keeps eight bits."""
 
 LARGEST_UNITS = 4.0
-"""Largest gap that counts as a near tie, in roundings of the top logit. A logit is off by one for its own rounding, and by
-about one more for the bfloat16 hidden state that it is a product of; that makes two for each of the two logits."""
+"""Largest disagreement that counts as a near tie, in roundings of the top logit. Each of the two logits may fall on either
+side of a rounding in each of the two servers."""
 
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -63,7 +66,9 @@ def divergence(index: int, plain: Decoded, tree: Decoded, exact: Logits) -> dict
         gaps["gap_bf16"] = _gap(plain.top[at], ours, theirs)
         gaps["gap_bf16_tree"] = _gap(tree.top[at], theirs, ours)
         gaps["top_logit"] = logits.max().item()
-        gaps["units"] = gaps["gap_float32"] / (abs(gaps["top_logit"]) * BFLOAT16_ROUNDING)
+        if None not in (gaps["gap_bf16"], gaps["gap_bf16_tree"]):
+            disagreement = gaps["gap_bf16"] + gaps["gap_bf16_tree"]
+            gaps["units"] = disagreement / (abs(gaps["top_logit"]) * BFLOAT16_ROUNDING)
     return found | gaps
 
 
@@ -87,7 +92,8 @@ def compare(plain: list[Decoded], tree: list[Decoded], exact: Logits) -> dict:
 
 
 def unexplained(rows: list[dict]) -> list[dict]:
-    """Divergences of tree servers that are no near ties: beyond LARGEST_UNITS, or an answer that merely ended."""
+    """Divergences of tree servers that are no near ties: beyond LARGEST_UNITS, a token that the other server does not
+    hold likely at all, or an answer that merely ended."""
     trees = [item for row in rows if row["algorithm"] != "plain" for item in row["divergences"]]
     return [item for item in trees if item["units"] is None or item["units"] > LARGEST_UNITS]
 
@@ -115,7 +121,7 @@ def summary(rows: list[dict]) -> str:
         lines.append(
             f"{name} at batch {row['batch']} against plain at batch {row['plain_batch']}: {row['identical']} of "
             f"{row['prompts']} identical; largest float32 gap {row['largest_gap']:.4f}, "
-            f"{row['largest_units']:.2f} roundings of the top logit"
+            f"the servers disagree by {row['largest_units']:.2f} roundings of the top logit"
         )
     trees = [row for row in rows if row["algorithm"] != "plain"]
     lines.append(
@@ -150,15 +156,16 @@ def main(arguments: list[str] | None = None) -> int:
     params = {"temperature": 0.0, "max_new_tokens": options.tokens}
     jobs = [Job(i, i, None, messages, params) for i, messages in enumerate(mixed(options.data, options.prompts))]
     base = [*server_flags(options.model_path, torch.cuda.is_available(), "bfloat16"), *options.flags]
-    servers: dict[tuple[str, int | None], list[str]] = {("plain", None): base}
+    servers: dict[tuple[str, int | None], tuple[list[str], dict[str, str]]] = {("plain", None): (base, {})}
     for algorithm in options.algorithms:
         for budget in options.budgets:
-            head = options.heads / HEAD_OF[algorithm]
-            servers[algorithm, budget] = [*base, *tree_flags(algorithm, head, budget)]
+            flags, environment = tree_server(algorithm, budget, options.heads)
+            servers[algorithm, budget] = [*base, *flags], environment
 
     def decode(key: tuple[str, int | None]) -> dict[int, list[Decoded]]:
         log = options.logs / f"near-ties-{key[0]}-{key[1]}.log"
-        with start(servers[key], log=log, timeout=900) as server:
+        flags, environment = servers[key]
+        with start(flags, log=log, environment=environment, timeout=900) as server:
             answers = {batch: answers_in_order(server, jobs, batch, TopTokenBackend) for batch in options.batches}
         if key[0] != "plain" and not all(answer.verify_steps for done in answers.values() for answer in done):
             raise RuntimeError(f"the server of {key} reports no verify step for a prompt: it did not speculate")

@@ -44,7 +44,7 @@ def test_a_divergence_is_judged_over_the_common_prefix_and_by_both_servers():
     tree = decoded([5, 9, 1], {}, {9: -0.5, 7: -1.5, 2: -3.0})
     assert divergence(11, plain, tree, exact) == {
         "prompt": 11, "token": 1, "plain_token": 7, "tree_token": 9, "gap_float32": 0.5, "gap_bf16": 0.25,
-        "gap_bf16_tree": 1.0, "top_logit": 16.0, "units": 0.5 / UNIT,
+        "gap_bf16_tree": 1.0, "top_logit": 16.0, "units": 1.25 / UNIT,
     }  # fmt: skip
     assert asked == [[3, 4, 5]]
 
@@ -52,19 +52,21 @@ def test_a_divergence_is_judged_over_the_common_prefix_and_by_both_servers():
 def test_a_token_outside_the_likeliest_has_no_bfloat16_gap():
     exact, _ = logits_with(gap=0.5)
     found = divergence(0, decoded([7], {7: -1.0, 2: -3.0}), decoded([9], {9: -0.5, 2: -3.0}), exact)
-    assert found["gap_bf16"] is None and found["gap_bf16_tree"] is None and found["gap_float32"] == 0.5
+    assert found["gap_bf16"] is None and found["gap_bf16_tree"] is None and found["units"] is None
+    assert found["gap_float32"] == 0.5
 
 
 def test_a_row_counts_what_was_compared_and_keeps_the_largest_gap():
     def exact(tokens):
         return logits_with(gap=0.25 if tokens == [3, 4, 1] else 0.125)[0](tokens)
 
-    plain = [decoded([7, 1]), decoded([1, 7, 1]), decoded([1, 2, 3])]
-    tree = [decoded([9, 1]), decoded([1, 9, 1]), decoded([1, 2, 3])]
+    sure = {7: -1.0, 9: -1.5}, {9: -1.0, 7: -1.25}
+    plain = [decoded([7, 1], sure[0]), decoded([1, 7, 1]), decoded([1, 2, 3])]
+    tree = [decoded([9, 1], sure[1]), decoded([1, 9, 1]), decoded([1, 2, 3])]
     row = compare(plain, tree, exact)
     assert (row["prompts"], row["identical"], row["tokens_compared"]) == (3, 1, 0 + 1 + 3)
     assert [item["prompt"] for item in row["divergences"]] == [0, 1]
-    assert row["largest_gap"] == 0.25 and row["largest_units"] == 0.25 / UNIT
+    assert row["largest_gap"] == 0.25 and row["largest_units"] == 0.75 / UNIT
 
 
 def test_answers_of_other_prompts_are_not_compared():
@@ -72,9 +74,12 @@ def test_answers_of_other_prompts_are_not_compared():
         compare([decoded([7])], [], logits_with(gap=0.0)[0])
 
 
-def rows_with(gap, algorithm="jetflow", tree=(9,)):
+def rows_with(gap, algorithm="jetflow", tree=(9,), gap_float32=0.0):
+    """A divergence about which the servers disagree by `gap`, three quarters of it the tree's."""
     name = {"algorithm": algorithm, "budget": 16, "batch": 8, "plain_batch": 8}
-    return [name | compare([decoded([7])], [decoded(tree)], logits_with(gap)[0])]
+    plain = decoded([7], {7: 0.0, 9: -gap / 4})
+    answer = decoded(tree, {9: 0.0, 7: -3 * gap / 4})
+    return [name | compare([plain], [answer], logits_with(gap_float32)[0])]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,8 @@ def rows_with(gap, algorithm="jetflow", tree=(9,)):
         (rows_with((LARGEST_UNITS + 0.1) * UNIT, algorithm="plain"), 0),  # the control judges the threshold, not us
         (rows_with(0.0, tree=(7, 1)), 1),  # an answer that merely goes on is no near tie
         (rows_with(0.0, tree=(7,)), 0),
+        (rows_with(0.0, gap_float32=9 * UNIT), 0),  # plain decoding itself is that far from float32
+        (rows_with(0.0, tree=(5,)), 1),  # likely for neither server
     ],
 )
 def test_only_a_trees_gap_beyond_the_threshold_is_unexplained(rows, unexplained):
@@ -92,7 +99,7 @@ def test_only_a_trees_gap_beyond_the_threshold_is_unexplained(rows, unexplained)
 
 
 def test_the_summary_states_the_bound():
-    rows = [*rows_with(8 * UNIT, algorithm="plain"), *rows_with(2 * UNIT)]
+    rows = [*rows_with(8 * UNIT, algorithm="plain"), *rows_with(2 * UNIT, gap_float32=0.125)]
     last = near_ties.summary(rows).splitlines()[-1]
     assert last == (
         "near_ties: divergences=1 largest_gap=0.1250 largest_units=2.00 allowed_units=4.0 unexplained=0"
@@ -117,12 +124,15 @@ def ask(server, backend_class):
 
 
 class WithTopTokens(FakeSGLang):
-    """Nine tokens an answer, with the two likeliest of each position."""
+    """Nine tokens an answer, with the likeliest of each position, `gap` between the two that differ."""
+
+    gap = 0.0
 
     def reply(self, path, body):
         status, answer = super().reply(path, body)
         if path == "/generate":
-            answer["meta_info"]["output_top_logprobs"] = [[[-0.5, 7, None], [-1.5, 9, None]]] * 9
+            tops = [[-0.5, ord("t"), None], [-0.5 - self.gap, ord("i"), None]]
+            answer["meta_info"]["output_top_logprobs"] = [tops] * 9
         return status, answer
 
 
@@ -139,12 +149,13 @@ def test_a_run_fails_for_a_gap_or_a_server_that_does_not_speculate(
         assert flags[flags.index("--dtype") + 1] == "bfloat16"
         is_tree = "--speculative-algorithm" in flags
         server = WithTopTokens(0.0, verify_steps if is_tree else None, lambda _: tree_text if is_tree else "answer to")
+        server.gap = units * UNIT * (0 if is_tree else 1)
         yield server
         server.shutdown()
         server.server_close()
 
     logits = torch.zeros(256)
-    logits[ord("t")], logits[ord("i")] = 16.0, 16.0 - units * UNIT
+    logits[ord("t")], logits[ord("i")] = 16.0, 15.9
     monkeypatch.setattr(near_ties, "start", start)
     monkeypatch.setattr(near_ties, "mixed", lambda _, count: [[{"content": "question"}]] * count)
     monkeypatch.setattr(near_ties, "ExactLogits", lambda _: lambda tokens: logits)

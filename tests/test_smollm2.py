@@ -4,6 +4,7 @@ The whole proof (64 prompts, 96 tokens, more budgets, page sizes and batch sizes
 lossless`; its result is eval/results/lossless_smollm2_h200.json.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -18,9 +19,11 @@ HEADS = ROOT / "sgl_specflow" / "drafter" / "heads"
 TOKENS = 48
 # algorithm, budget, page size, and the least accept length that the shipped head must reach on the shipped prompts
 SERVERS = {
-    "jetflow-16": ("jetflow", HEADS / "smollm2-135m-jetflow", 16, 1, 1.5),
-    "ddtree-64-page-16": ("ddtree", HEADS / "smollm2-135m-dflash", 64, 16, 1.3),
+    "jetflow-16": ("jetflow", HEADS / "smollm2-135m-jetflow", 16, 1, 2.0),
+    "ddtree-64-page-16": ("ddtree", HEADS / "smollm2-135m-dflash", 64, 16, 2.5),
+    "dflash_tfm-32": ("dflash_tfm", HEADS / "smollm2-135m-dflash", 32, 1, 2.5),
 }
+WEAVER = {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": str(HEADS / "smollm2-135m-weaver")})}
 
 pytestmark = pytest.mark.real_model
 
@@ -30,7 +33,7 @@ def model():
     return fetch(Path(os.environ.get("SPECFLOW_SMOLLM2", ROOT / ".cache" / "models" / "smollm2-135m-instruct")))
 
 
-def run_server(model, log, *flags):
+def run_server(model, log, *flags, environment=()):
     base = [
         "--model-path",
         str(model),
@@ -41,7 +44,9 @@ def run_server(model, log, *flags):
         "--max-total-tokens",
         "16384",
     ]
-    return start([*base, *flags], log=log, environment={**ENVIRONMENT, "OMP_NUM_THREADS": "2"}, timeout=600)
+    return start(
+        [*base, *flags], log=log, environment={**ENVIRONMENT, "OMP_NUM_THREADS": "2", **dict(environment)}, timeout=600
+    )
 
 
 def requests(server):
@@ -64,7 +69,8 @@ def plain(model, tmp_path_factory):
 def test_shipped_head_is_lossless_and_helps(name, model, plain, tmp_path):
     algorithm, head, budget, page, least = SERVERS[name]
     flags = tree_flags(algorithm, head, budget, "--page-size", str(page))
-    with run_server(model, tmp_path / "log", *flags) as server:
+    environment = WEAVER if algorithm == "dflash_tfm" else {}
+    with run_server(model, tmp_path / "log", *flags, environment=environment) as server:
         asked = list(requests(server))
         answers = generate(server, asked)
         alone = generate(server, asked[:2], at_once=1)
