@@ -8,6 +8,7 @@ COMMANDS = {
     "gdn": "Gated Delta Net tree verify against SGLang's recurrent one, on a GPU",
     "inflation": "the time of a speculative step over a plain one, full-size shapes, on a GPU",
     "lossless": "greedy tree decoding against plain decoding, token for token",
+    "merge": "the rows of several result files in one, each with the run that measured it",
     "near_ties": "where greedy decoding in bfloat16 diverges, and the gap of the logits there",
     "plots": "the result files as SVG charts in docs/plots",
     "throughput": "decoded tokens a second beside plain decoding, servers up together, rounds in turn",

@@ -4,10 +4,10 @@
         --out eval/results/acceptance_smollm2.json
 
 Each drafter is NAME=ALGORITHM:HEAD, by default the shipped heads; the Weaver of dflash_tfm follows as :WEAVER. Greedy, on
-test prompts, `--batch` requests at once. Rows that the file holds from `python -m sgl_specflow.training evaluate` (engine
-"offline") stay. Tokens a second count whole requests, prompts included; with --parallel servers share the device and are
-measured one at a time. With --together they are measured at the same time, which tells accept lengths only: their rows
-have no tokens_per_second.
+test prompts, `--batch` requests at once. Rows that the file holds stay where they are not measured again (see `eval
+merge`), those of `python -m sgl_specflow.training evaluate` (engine "offline") among them. Tokens a second count whole
+requests, prompts included; with --parallel servers share the device and are measured one at a time. With --together they
+are measured at the same time, which tells accept lengths only: their rows have no tokens_per_second.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from sgl_specflow.eval.heads import HEAD_OF, HEADS, WEAVER
 from sgl_specflow.eval.lossless import answers_in_order
+from sgl_specflow.eval.merge import merge
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job
@@ -116,8 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     base = base_flags(options.model_path, options.dtype, options.batch, options.flags)
     servers = server_settings(base, options.drafters, options.budgets)
-    kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    result = {"meta": describe(options.commit), "rows": [old for old in kept if old.get("engine") != "sglang"]}
+    kept = [json.loads(options.out.read_text())] if options.out.exists() else []
+    result = {"meta": describe(options.commit), "rows": []}
     alone = nullcontext() if options.together else threading.Lock()
     writing = threading.Lock()
 
@@ -140,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
                     with writing:
                         result["rows"].append(last)
                         options.out.parent.mkdir(parents=True, exist_ok=True)
-                        options.out.write_text(json.dumps(result, indent=1) + "\n")
+                        options.out.write_text(json.dumps(merge([*kept, result]), indent=1) + "\n")
 
     with ThreadPoolExecutor(options.parallel) as pool:
         for outcome in [pool.submit(measure, key) for key in servers]:
