@@ -9,6 +9,7 @@ import subprocess
 import pytest
 import torch
 from fp8_on_cpu import COMPILER, converted_on_cpu, linear_on_cpu
+from sgl_specflow.eval import fp8_linear as benchmark
 from sgl_specflow.kernels import fp8_linear_cuda, nvrtc
 from sgl_specflow.kernels.fp8_linear import FP8, fp8_linear, fp8_linear_triton, quantise_rows
 from sgl_specflow.kernels.fp8_linear_cuda import CLUSTERS, MOST_SHARED_BYTES, Variant, choose, fits, serves
@@ -162,6 +163,34 @@ def test_nvrtc_compiles_it(tmp_path, monkeypatch):
     assert MOST_SHARED_BYTES <= 227 << 10  # what a block of Hopper may have
     for variant in (Variant(BFLOAT, 1, 4), Variant(HALF, 4, 1)):
         assert b"fp8_linear" in fp8_linear_cuda.compile_for(variant, "sm_90a")
+
+
+def test_the_benchmark_measures_each_kernel_and_sums_a_step(monkeypatch):
+    def microseconds(calls):
+        for call in calls:
+            assert call().shape == (3, 48)
+        return float(len(calls))
+
+    monkeypatch.setattr(benchmark, "microseconds", microseconds)
+    monkeypatch.setattr(benchmark, "fp8_linear_triton", fp8_linear)
+    monkeypatch.setattr(benchmark, "ROTATED_BYTES", 4 * 48 * 32)
+    monkeypatch.setattr(benchmark, "SHAPES", {"o_proj": (48, 32), "lm_head": (48, 32)})
+    rows = [row for layer in benchmark.SHAPES for row in benchmark.measure(layer, (3,), "cpu")]
+    assert [set(row) for row in rows] == [set(benchmark.COLUMNS)] * 2
+    assert all(row["ours_us"] == row["triton_us"] == row["bf16_us"] == 4.0 for row in rows)
+    assert all(0 < row["max_error"] < 0.01 for row in rows)
+    rows[0]["scaled_mm_us"] = None
+    (step,) = benchmark.steps(rows)
+    assert step["ours_us"] == 6 * 4.0 and step["scaled_mm_us"] is None and step["rows"] == 3
+
+
+def test_the_benchmark_asks_for_a_gpu_and_a_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, reason in (([], "--out"), (["--out", str(tmp_path / "x.json")], "needs a CUDA GPU")):
+        with pytest.raises(SystemExit):
+            benchmark.main(arguments)
+        assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @gpu
