@@ -136,46 +136,44 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, entry, 0);
     }
-    const int warps = threads / 32;
-    for (;;) {
-        int done = 0, at_cluster = 0;
-        bool released = false;
-        for (int i = 0; i < warps; ++i) {
-            const int warp = reversed ? warps - 1 - i : i;
-            for (;;) {
-                int at_warp = 0;
-                for (int lane = 0; lane < 32; ++lane) {
-                    const int thread = warp * 32 + (reversed ? 31 - lane : lane);
-                    if (fibers[thread].status == READY) resume(thread);
-                    at_warp += fibers[thread].status == AT_WARP;
+    const int warps = block_size / 32;
+    // A block runs until it ends or waits for its cluster; the next block, then.
+    const auto run_alone = [&](int block) {
+        const auto in = [&](Status status) {
+            return std::count_if(fibers.begin() + block * block_size, fibers.begin() + (block + 1) * block_size,
+                                 [&](const Fiber& fiber) { return fiber.status == status; });
+        };
+        for (;;) {
+            for (int i = 0; i < warps; ++i) {
+                const int warp = block * warps + (reversed ? warps - 1 - i : i);
+                for (;;) {
+                    int at_warp = 0;
+                    for (int lane = 0; lane < 32; ++lane) {
+                        const int thread = warp * 32 + (reversed ? 31 - lane : lane);
+                        if (fibers[thread].status == READY) resume(thread);
+                        at_warp += fibers[thread].status == AT_WARP;
+                    }
+                    if (!at_warp) break;
+                    running = warp * 32;
+                    if (at_warp != 32) fail("lanes diverge at a warp instruction");
+                    for (int lane = 1; lane < 32; ++lane)
+                        if (fibers[warp * 32 + lane].operation != fibers[warp * 32].operation)
+                            fail("lanes meet at different warp instructions");
+                    if (fibers[warp * 32].operation) fibers[warp * 32].operation(inputs[warp], outputs[warp]);
+                    for (int lane = 0; lane < 32; ++lane) fibers[warp * 32 + lane].status = READY;
                 }
-                if (!at_warp) break;
-                running = warp * 32;
-                if (at_warp != 32) fail("lanes diverge at a warp instruction");
-                for (int lane = 1; lane < 32; ++lane)
-                    if (fibers[warp * 32 + lane].operation != fibers[warp * 32].operation)
-                        fail("lanes meet at different warp instructions");
-                if (fibers[warp * 32].operation) fibers[warp * 32].operation(inputs[warp], outputs[warp]);
-                for (int lane = 0; lane < 32; ++lane) fibers[warp * 32 + lane].status = READY;
             }
+            if (in(DONE) == block_size || in(AT_CLUSTER) == block_size) return in(DONE) == block_size;
+            if (in(AT_BLOCK) != block_size) fail("not every thread reaches the barrier");
+            for (int i = 0; i < block_size; ++i) fibers[block * block_size + i].status = READY;
         }
-        for (int first = 0; first < threads; first += block_size) {
-            int at_block = 0;
-            for (int i = first; i < first + block_size; ++i) {
-                done += fibers[i].status == DONE;
-                at_cluster += fibers[i].status == AT_CLUSTER;
-                at_block += fibers[i].status == AT_BLOCK;
-            }
-            if (at_block != block_size) continue;
-            released = true;
-            for (int i = first; i < first + block_size; ++i) fibers[i].status = READY;
-        }
-        if (done == threads) break;
-        if (at_cluster == threads) {
-            released = true;
-            for (Fiber& fiber : fibers) fiber.status = READY;
-        }
-        if (!released) fail("not every thread reaches the barrier");
+    };
+    for (;;) {
+        int done = 0;
+        for (int i = 0; i < blocks; ++i) done += run_alone(reversed ? blocks - 1 - i : i);
+        if (done == blocks) break;
+        if (done) fail("not every block reaches the cluster's barrier");
+        for (Fiber& fiber : fibers) fiber.status = READY;
     }
     blockIdx.x = first_block;
     for (int block = 0; block < blocks; ++block)
