@@ -68,6 +68,11 @@ static unsigned inputs[32][32][12], outputs[32][32][4];  // [warp][lane]
 static jmp_buf scheduler;
 static int running;
 static int block_threads, first_block;
+struct Range {
+    const void* address;
+    size_t bytes;
+};
+static std::vector<Range> readable;  // what asynchronous copies may read; anything if empty
 static const std::function<void()>* body;
 
 inline void fail(const char* what) {
@@ -343,6 +348,13 @@ inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::bal
 template <size_t BYTES>
 void copy_async(void* to, const void* from, bool valid) {
     if ((uint64_t(to) | uint64_t(from)) % BYTES) on_cpu::fail("an asynchronous copy is not aligned to its size");
+    const auto holds = [&](const on_cpu::Range& range) {
+        const uint64_t first = uint64_t(from) - uint64_t(range.address);
+        return first < range.bytes && first + BYTES <= range.bytes;
+    };
+    const auto& readable = on_cpu::readable;
+    if (valid && !readable.empty() && std::none_of(readable.begin(), readable.end(), holds))
+        on_cpu::fail("an asynchronous copy reads what it may not");
     on_cpu::fibers[on_cpu::running].open.push_back({to, from, BYTES, valid});
 }
 inline void copy_async_16(void* to, const void* from, bool valid) { copy_async<16>(to, from, valid); }

@@ -15,6 +15,9 @@ static unsigned multiply_pairs(unsigned x, unsigned y) {
 #include "fp8_linear.cu"
 
 extern "C" void fp8_linear_on_cpu(const LinearArguments* arguments, size_t shared_bytes, int blocks, bool reversed) {
+    const size_t x_numbers = (arguments->rows - 1) * arguments->row_stride + arguments->depth;
+    on_cpu::readable = {{reinterpret_cast<const void*>(arguments->x), 2 * x_numbers},
+                        {reinterpret_cast<const void*>(arguments->weight), size_t(arguments->features * arguments->depth)}};
     gridDim = {blocks, 1, 1};
     for (int x = 0; x < blocks; x += CLUSTER) {
         blockIdx = {x, 0, 0};
