@@ -6,6 +6,7 @@ Each output feature has a scale of its own: weight = scale * fp8 (e4m3). The pro
 import torch
 import triton
 import triton.language as tl
+from sgl_specflow.kernels import fp8_linear_cuda
 from sgl_specflow.kernels.placement import runs_triton
 
 FP8 = torch.float8_e4m3fn
@@ -40,7 +41,10 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
     Returns:
         [M, N] in x's dtype.
 
-    On CUDA bfloat16 and float16 are one Triton launch; all else multiplies dequantised weights.
+    On CUDA bfloat16 and float16 are one launch: of `fp8_linear.cu` to 64 rows where `fp8_linear_cuda.serves` says so
+    (compute capability 9.0 on, K a multiple of 16, x and weight at 16-byte addresses, rows of x a multiple of 8 numbers
+    apart), which compiles at first use, so call once before a CUDA graph is captured; else of the Triton kernel, which
+    is slower for few rows. All else multiplies dequantised weights.
     """
     rows, depth = x.shape
     features = weight.shape[0]
@@ -49,9 +53,18 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
             f"fp8_linear: x {tuple(x.shape)} wants weight float8_e4m3fn [N, {depth}] and scale [N]; got "
             f"{weight.dtype} {tuple(weight.shape)} and {tuple(scale.shape)}"
         )
+    if fp8_linear_cuda.serves(x, weight, scale):
+        return fp8_linear_cuda.fp8_linear_cuda(x, weight, scale)
     if not runs_triton(x) or x.dtype == torch.float32:
         parts = zip(weight.split(_FEATURES_AT_ONCE), scale.split(_FEATURES_AT_ONCE))
         return torch.cat([x @ dequantise_rows(*part, x.dtype).T for part in parts], dim=1)
+    return fp8_linear_triton(x, weight, scale)
+
+
+def fp8_linear_triton(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`fp8_linear` of bfloat16 or float16 in one Triton launch, whatever the rows and the alignment."""
+    rows, depth = x.shape
+    features = weight.shape[0]
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     block_m = min(max(16, triton.next_power_of_2(rows)), _MOST_ROWS)
     block_n = 32 if features <= 8192 else 64

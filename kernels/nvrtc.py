@@ -109,6 +109,19 @@ class LoadedKernels:
             self._functions[name] = function, shared_bytes
         return function
 
+    def clusters_at_a_time(self, name: str, cluster: int, threads: int, shared_bytes: int) -> int:
+        """How many clusters of `cluster` blocks the whole device runs together."""
+        driver = self._driver
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.attrs, config.numAttrs = [size], 1
+        return _checked(driver, driver.cuOccupancyMaxActiveClusters(self.function(name, shared_bytes), config))
+
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument
     ) -> None:

@@ -1,11 +1,12 @@
-// Runs a CUDA kernel on the CPU, block by block: every thread is a fiber, warp-level instructions and barriers are
-// meeting points. It checks that warps do not diverge at one and that shared memory is not overrun; shared memory
-// starts as NaN, asynchronous copies land at the wait, the order of warps can be reversed to expose races, and matrix
-// products are cut as tensor cores cut them.
+// Runs a CUDA kernel on the CPU, block by block (or cluster by cluster): every thread is a fiber, warp-level
+// instructions and barriers are meeting points. It checks that warps do not diverge at one and that shared memory is
+// not overrun; shared memory starts as NaN, asynchronous copies land at the wait, the order of warps can be reversed to
+// expose races, and matrix products are cut as tensor cores cut them.
 #pragma once
 #define GDN_TREE_ON_CPU
 #define CUDA_ON_CPU
 
+#include <algorithm>
 #include <csetjmp>
 #include <cmath>
 #include <cstdint>
@@ -42,7 +43,8 @@ static Dimensions threadIdx, blockIdx, gridDim;
 namespace on_cpu {
 
 constexpr size_t STACK = 128 << 10;
-enum Status { READY, AT_WARP, AT_BLOCK, DONE };
+constexpr size_t CANARY = 4096;
+enum Status { READY, AT_WARP, AT_BLOCK, AT_CLUSTER, DONE };
 struct Copy {
     void* to;
     const void* from;
@@ -60,10 +62,17 @@ struct Fiber {
 };
 static std::vector<Fiber> fibers;
 static std::vector<char> stacks;
-static std::vector<unsigned char> shared;
+static std::vector<unsigned char> shared;  // of each block of a cluster, shared_stride apart
+static size_t shared_stride;
 static unsigned inputs[32][32][12], outputs[32][32][4];  // [warp][lane]
 static jmp_buf scheduler;
 static int running;
+static int block_threads, first_block;
+struct Range {
+    const void* address;
+    size_t bytes;
+};
+static std::vector<Range> readable;  // what asynchronous copies may read; anything if empty
 static const std::function<void()>* body;
 
 inline void fail(const char* what) {
@@ -82,7 +91,8 @@ inline void entry() {
 }
 inline void resume(int thread) {
     running = thread;
-    threadIdx = {thread, 0, 0};
+    threadIdx = {thread % block_threads, 0, 0};
+    blockIdx.x = first_block + thread / block_threads;
     Fiber& fiber = fibers[thread];
     if (_setjmp(scheduler)) return;
     if (fiber.operation == nullptr && fiber.status == READY && fiber.start.uc_stack.ss_sp) {
@@ -100,14 +110,23 @@ inline unsigned* meet(WarpOperation operation, std::initializer_list<unsigned> i
     return outputs[warp][lane];
 }
 
-inline unsigned char* shared_base() {
-    return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared.data()) + 127) / 128 * 128);
+// Of the running thread's block, or of another in its cluster.
+inline unsigned char* shared_base(int block) {
+    return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared.data()) + 127) / 128 * 128) +
+           block * shared_stride;
 }
+inline unsigned char* shared_base() { return shared_base(running / block_threads); }
 
-inline void run_block(int threads, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
-    constexpr size_t CANARY = 4096;
+// Blocks blockIdx.x to blockIdx.x + blocks - 1 together; 32 warps at most.
+inline void
+run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
+    const int threads = blocks * block_size;
+    if (threads > 32 * 32) fail("too many threads for a cluster");
+    block_threads = block_size;
+    first_block = blockIdx.x;
     body = &kernel;
-    shared.assign(shared_bytes + CANARY + 128, 0xff);
+    shared_stride = (shared_bytes + CANARY + 127) / 128 * 128;
+    shared.assign(blocks * shared_stride + 128, 0xff);
     fibers.resize(threads);
     stacks.resize(threads * STACK);
     for (int i = 0; i < threads; ++i) {
@@ -122,38 +141,52 @@ inline void run_block(int threads, size_t shared_bytes, bool reversed, const std
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, entry, 0);
     }
-    const int warps = threads / 32;
-    for (;;) {
-        int done = 0, at_block = 0;
-        for (int i = 0; i < warps; ++i) {
-            const int warp = reversed ? warps - 1 - i : i;
-            for (;;) {
-                int at_warp = 0;
-                for (int lane = 0; lane < 32; ++lane) {
-                    const int thread = warp * 32 + (reversed ? 31 - lane : lane);
-                    if (fibers[thread].status == READY) resume(thread);
-                    at_warp += fibers[thread].status == AT_WARP;
+    const int warps = block_size / 32;
+    // A block runs until it ends or waits for its cluster; the next block, then.
+    const auto run_alone = [&](int block) {
+        const auto in = [&](Status status) {
+            return std::count_if(fibers.begin() + block * block_size, fibers.begin() + (block + 1) * block_size,
+                                 [&](const Fiber& fiber) { return fiber.status == status; });
+        };
+        for (;;) {
+            for (int i = 0; i < warps; ++i) {
+                const int warp = block * warps + (reversed ? warps - 1 - i : i);
+                for (;;) {
+                    int at_warp = 0;
+                    for (int lane = 0; lane < 32; ++lane) {
+                        const int thread = warp * 32 + (reversed ? 31 - lane : lane);
+                        if (fibers[thread].status == READY) resume(thread);
+                        at_warp += fibers[thread].status == AT_WARP;
+                    }
+                    if (!at_warp) break;
+                    running = warp * 32;
+                    if (at_warp != 32) fail("lanes diverge at a warp instruction");
+                    for (int lane = 1; lane < 32; ++lane)
+                        if (fibers[warp * 32 + lane].operation != fibers[warp * 32].operation)
+                            fail("lanes meet at different warp instructions");
+                    if (fibers[warp * 32].operation) fibers[warp * 32].operation(inputs[warp], outputs[warp]);
+                    for (int lane = 0; lane < 32; ++lane) fibers[warp * 32 + lane].status = READY;
                 }
-                if (!at_warp) break;
-                running = warp * 32;
-                if (at_warp != 32) fail("lanes diverge at a warp instruction");
-                for (int lane = 1; lane < 32; ++lane)
-                    if (fibers[warp * 32 + lane].operation != fibers[warp * 32].operation)
-                        fail("lanes meet at different warp instructions");
-                if (fibers[warp * 32].operation) fibers[warp * 32].operation(inputs[warp], outputs[warp]);
-                for (int lane = 0; lane < 32; ++lane) fibers[warp * 32 + lane].status = READY;
             }
+            if (in(DONE) == block_size || in(AT_CLUSTER) == block_size) return in(DONE) == block_size;
+            if (in(AT_BLOCK) != block_size) fail("not every thread reaches the barrier");
+            for (int i = 0; i < block_size; ++i) fibers[block * block_size + i].status = READY;
         }
-        for (const Fiber& fiber : fibers) {
-            done += fiber.status == DONE;
-            at_block += fiber.status == AT_BLOCK;
-        }
-        if (done == threads) break;
-        if (at_block != threads) fail("not every thread reaches the barrier");
+    };
+    for (;;) {
+        int done = 0;
+        for (int i = 0; i < blocks; ++i) done += run_alone(reversed ? blocks - 1 - i : i);
+        if (done == blocks) break;
+        if (done) fail("not every block reaches the cluster's barrier");
         for (Fiber& fiber : fibers) fiber.status = READY;
     }
-    for (size_t i = 0; i < CANARY; ++i)
-        if (shared_base()[shared_bytes + i] != 0xff) fail("shared memory is overrun");
+    blockIdx.x = first_block;
+    for (int block = 0; block < blocks; ++block)
+        for (size_t i = 0; i < CANARY; ++i)
+            if (shared_base(block)[shared_bytes + i] != 0xff) fail("shared memory is overrun");
+}
+inline void run_block(int threads, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
+    run_cluster(1, threads, shared_bytes, reversed, kernel);
 }
 
 inline float as_float(unsigned x) {
@@ -175,6 +208,21 @@ inline void* pointer(unsigned low, unsigned high) {
     return reinterpret_cast<void*>(uint64_t(low) | uint64_t(high) << 32);
 }
 inline float bf16_half(unsigned word, int half) { return as_float(half ? word & 0xffff0000u : word << 16); }
+// To nearest even; for numbers within float16's range.
+inline unsigned round_f16(float x) {
+    int exponent;
+    std::frexp(x, &exponent);
+    const int unit = x == 0.0f ? -24 : std::max(exponent, -13) - 11;  // the last place is worth 2^unit
+    const unsigned magnitude = unsigned(std::nearbyint(std::ldexp(std::fabs(double(x)), -unit)));
+    return (std::signbit(x) ? 0x8000u : 0u) | (magnitude + unsigned(unit + 24) * 1024u);
+}
+inline float f16_half(unsigned word, int half) {
+    const unsigned bits = word >> half * 16 & 0xffff, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float magnitude = exponent == 31  ? (fraction ? NAN : INFINITY)
+                            : exponent == 0 ? std::ldexp(float(fraction), -24)
+                                            : std::ldexp(float(1024 + fraction), int(exponent) - 25);
+    return bits >> 15 ? -magnitude : magnitude;
+}
 
 template <bool TRANSPOSED>
 void load_matrices(unsigned (*in)[12], unsigned (*out)[4]) {
@@ -212,14 +260,15 @@ inline float cut_sum(const double (&terms)[17]) {
     const float rounded = float(sum);
     return std::fabs(double(rounded)) > std::fabs(sum) ? std::nextafterf(rounded, 0.0f) : rounded;
 }
-inline void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
+template <float (*NUMBER)(unsigned, int)>
+void multiply(unsigned (*in)[12], unsigned (*out)[4]) {
     double a[16][16], b[16][8];
     for (int lane = 0; lane < 32; ++lane) {
         const int row = lane / 4, pair = lane % 4;
         for (int i = 0; i < 4; ++i)
             for (int half = 0; half < 2; ++half) {
-                a[row + (i & 1) * 8][2 * pair + half + (i >> 1) * 8] = bf16_half(in[lane][i], half);
-                if (i < 2) b[2 * pair + half + i * 8][row] = bf16_half(in[lane][4 + i], half);
+                a[row + (i & 1) * 8][2 * pair + half + (i >> 1) * 8] = NUMBER(in[lane][i], half);
+                if (i < 2) b[2 * pair + half + i * 8][row] = NUMBER(in[lane][4 + i], half);
             }
     }
     for (int lane = 0; lane < 32; ++lane)
@@ -254,6 +303,13 @@ inline void total(unsigned (*in)[12], unsigned (*out)[4]) {
 #define DYNAMIC_SHARED(name) unsigned char* name = on_cpu::shared_base()
 
 inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
+inline void cluster_sync() { on_cpu::give_way(on_cpu::AT_CLUSTER); }
+// What another block of the cluster has at this block's address.
+template <class T>
+T load_of_block(const T* pointer, int block) {
+    const size_t offset = reinterpret_cast<const unsigned char*>(pointer) - on_cpu::shared_base();
+    return *reinterpret_cast<const T*>(on_cpu::shared_base(block) + offset);
+}
 inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
 inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }
 inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
@@ -292,6 +348,13 @@ inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::bal
 template <size_t BYTES>
 void copy_async(void* to, const void* from, bool valid) {
     if ((uint64_t(to) | uint64_t(from)) % BYTES) on_cpu::fail("an asynchronous copy is not aligned to its size");
+    const auto holds = [&](const on_cpu::Range& range) {
+        const uint64_t first = uint64_t(from) - uint64_t(range.address);
+        return first < range.bytes && first + BYTES <= range.bytes;
+    };
+    const auto& readable = on_cpu::readable;
+    if (valid && !readable.empty() && std::none_of(readable.begin(), readable.end(), holds))
+        on_cpu::fail("an asynchronous copy reads what it may not");
     on_cpu::fibers[on_cpu::running].open.push_back({to, from, BYTES, valid});
 }
 inline void copy_async_16(void* to, const void* from, bool valid) { copy_async<16>(to, from, valid); }
@@ -325,6 +388,9 @@ inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
     memcpy(c, out, 16);
 }
 inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    multiply_add(c, a, b0, b1, on_cpu::multiply);
+    multiply_add(c, a, b0, b1, on_cpu::multiply<on_cpu::bf16_half>);
+}
+inline void mma_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_add(c, a, b0, b1, on_cpu::multiply<on_cpu::f16_half>);
 }
 inline unsigned pack_bf16(float low, float high) { return on_cpu::round_bf16(low) | on_cpu::round_bf16(high) << 16; }

@@ -1,0 +1,309 @@
+// x @ (scale * weight).T for few rows of x and FP8 (e4m3) weights, where reading the weights is the time (see
+// fp8_linear_cuda.py).
+//
+// A cluster of CLUSTER blocks makes FEATURES outputs of every row at a time, and goes through the features in strides.
+// Its warps share the depth: chunk c, CHUNK numbers of depth, is warp c % (CLUSTER * WARPS)'s. Each warp has a ring of
+// STAGES chunks in shared memory, of the weights and of x, which asynchronous copies fill: the memory's latency is
+// hidden by what is under way, 80 to 190 KB a block, and copies for the next features are under way while sums of the
+// last ones are made.
+//
+// The order of depth in a product is free as long as both operands share it. Lane 4 g + t of a warp holds 16 adjacent
+// bytes of feature g, from depth 16 t of the chunk on; word s of these is its part of step s of four. In a word the pairs
+// (0, 2) and (1, 3) of bytes become the two registers of the operand, which costs the fewest instructions; x is paired
+// alike. Sums are made in an order that depends on nothing but the shape: warps in order, then blocks in order.
+//
+// Every code but the two NaN of e4m3 (0x7f, 0xff, which read as 480 here) is multiplied as its exact value.
+//
+// Compiled for HALF (0: x is bfloat16, 1: float16), ROW_TILES (tiles of 16 rows: 1, 2 or 4), CLUSTER (1, 2 or 4) and
+// SHARED_BYTES (what fp8_linear_cuda.py gives a block).
+#ifndef CUDA_ON_CPU
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+// 16 bytes of global memory to shared memory, or 16 zero bytes where `valid` is false.
+__device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_global, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)),
+                 "l"(from_global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// c[16, 8] += a[16, 16] b[16, 8], float32 sums.
+__device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#endif
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Both numbers of a pair times those of another; subnormal ones count. (The sum with -0.0 is what every architecture
+// from 8.0 on has.)
+__device__ __forceinline__ unsigned multiply_pairs(unsigned x, unsigned y) {
+    unsigned z;
+#if HALF
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+#endif
+    return z;
+}
+// Rounded to x's dtype.
+__device__ __forceinline__ unsigned short round_to_x(float value) {
+    unsigned short bits;
+#if HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
+
+#if CLUSTER > 1
+// Meeting point of a cluster's threads; what they wrote to shared memory before is seen by all behind it.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A number at this block's shared address, in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float2 load_of_block(const float2* pointer, int rank) {
+    unsigned address;
+    float2 value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+#endif
+#endif
+
+typedef long long i64;
+
+struct LinearArguments {
+    i64 x;       // [rows, depth], rows row_stride elements apart, at 16-byte addresses
+    i64 weight;  // e4m3 [features, depth], at a 16-byte address
+    i64 scale;   // float [features]
+    i64 out;     // [rows, features] as x
+    i64 row_stride, rows, features, depth;  // depth is a multiple of 16
+};
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * ROW_TILES;
+constexpr int FEATURE_TILES = ROW_TILES <= 2 ? 16 : 8, FEATURES = 8 * FEATURE_TILES;
+constexpr int CHUNK = 64, STEPS = 4;  // depth of a chunk, and its matrix products
+constexpr int STAGES = 2;
+constexpr int X_VECTORS = 4 * ROW_TILES, VECTORS = FEATURE_TILES + X_VECTORS;  // of 16 bytes, a lane's share of a chunk
+// Feature tiles whose sums of all warps lie in shared memory at a time, and the distance of their rows.
+constexpr int ROUND = ROW_TILES == 1 ? 8 : ROW_TILES == 2 ? 2 : 1;
+constexpr int ROUND_STRIDE = 8 * ROUND + (ROW_TILES == 1 ? 8 : 0);
+
+struct Vector {
+    unsigned word[4];
+};
+struct Shared {
+    Vector ring[WARPS][STAGES][VECTORS][32];
+    float2 part[WARPS][ROWS][ROUND_STRIDE / 2];
+#if CLUSTER > 1
+    float2 sum[ROWS][FEATURES / 2];
+#endif
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "fp8_linear_cuda.py gives a block the source's Shared");
+
+// Bytes 1 and 3 of a word (e4m3) as a pair of x's dtype, 2^-120 (bfloat16) or 2^-8 (float16) times their values: sign,
+// exponent and fraction stand where the wider number has them, and only its exponent's offset differs.
+__device__ __forceinline__ unsigned spread(unsigned word) {
+#if HALF
+    return (word & 0x80008000u) | (word >> 1 & 0x3f803f80u);
+#else
+    return (word & 0x80008000u) | (word >> 4 & 0x07f007f0u);
+#endif
+}
+constexpr unsigned OFFSET = HALF ? 0x5c005c00u : 0x7b807b80u;  // 2^8 or 2^120, twice
+
+__device__ __forceinline__ unsigned low_halves(unsigned a, unsigned b) { return (a & 0xffffu) | b << 16; }
+__device__ __forceinline__ unsigned high_halves(unsigned a, unsigned b) { return a >> 16 | (b & 0xffff0000u); }
+
+// Where vector `piece` of 8 of a row of x's chunk lies, among the vectors of 4 rows: lanes of a quarter warp, which read
+// every second vector of two rows, then meet no bank twice.
+__device__ __forceinline__ int place_in_rows(int row, int piece) { return row % 4 * 8 + (piece ^ row % 2); }
+
+struct Position {
+    int tile, step;
+};
+
+struct Warp {
+    const LinearArguments& arguments;
+    Shared& shared;
+    int lane, warp, first_chunk, tiles, clusters, steps;
+
+    __device__ __forceinline__ void advance(Position& position) const {
+        if (++position.step == steps) {
+            position.step = 0;
+            position.tile += clusters;
+        }
+    }
+
+    // Begins the copies of a chunk; none behind the last. Chunks behind the depth, features behind the last and rows
+    // behind the last are zeros.
+    __device__ __forceinline__ void fetch(const Position& position, int stage) const {
+        if (position.tile < tiles) {
+            Vector(*ring)[32] = shared.ring[warp][stage];
+            const int depth = int(arguments.depth);
+            const int chunk = (position.step * CLUSTER * WARPS + first_chunk) * CHUNK;
+            const int feature = position.tile * FEATURES + lane / 4, at = chunk + lane % 4 * 16;
+            const char* weight = reinterpret_cast<const char*>(arguments.weight) + i64(feature) * depth + at;
+            const int left = at < depth ? int(arguments.features) - feature : 0;
+#pragma unroll
+            for (int n = 0; n < FEATURE_TILES; ++n)
+                copy_async_16(&ring[n][lane], weight + i64(n) * 8 * depth, n * 8 < left);
+            const int column = chunk + lane % 8 * 8;
+            const short* x = reinterpret_cast<const short*>(arguments.x) + lane / 8 * arguments.row_stride + column;
+            const int rows = column < depth ? int(arguments.rows) - lane / 8 : 0;
+#pragma unroll
+            for (int i = 0; i < X_VECTORS; ++i)
+                copy_async_16(&ring[FEATURE_TILES + i][place_in_rows(lane / 8, lane % 8)],
+                              x + i * 4 * arguments.row_stride, i * 4 < rows);
+        }
+        copy_async_commit();
+    }
+
+    // Adds a chunk's products.
+    __device__ __forceinline__ void multiply(float (&sums)[ROW_TILES][FEATURE_TILES][4], int stage) const {
+        const Vector(*ring)[32] = shared.ring[warp][stage];
+        const Vector(*rows)[32] = ring + FEATURE_TILES;
+        unsigned x[ROW_TILES][STEPS][4];
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {  // 8 rows each
+            const int row = i * 8 + lane / 4;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Vector own = rows[row / 4][place_in_rows(row, lane % 4 * 2 + half)];
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    unsigned(&step)[4] = x[i / 2][half * 2 + s];
+                    step[i % 2] = low_halves(own.word[2 * s], own.word[2 * s + 1]);
+                    step[i % 2 + 2] = high_halves(own.word[2 * s], own.word[2 * s + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < FEATURE_TILES; ++n) {
+            const Vector own = ring[n][lane];
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                const unsigned even = multiply_pairs(spread(own.word[s] << 8), OFFSET);
+                const unsigned odd = multiply_pairs(spread(own.word[s]), OFFSET);
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m) multiply_tiles(sums[m][n], x[m][s], even, odd);
+            }
+        }
+    }
+};
+
+// Two adjacent features of a row, scaled, to where they belong, if they exist.
+__device__ __forceinline__ void write(const LinearArguments& arguments, int row, int feature, float2 value) {
+    if (row >= int(arguments.rows) || feature >= int(arguments.features)) return;
+    const float* scale = reinterpret_cast<const float*>(arguments.scale) + feature;
+    unsigned short* out = reinterpret_cast<unsigned short*>(arguments.out) + row * arguments.features + feature;
+    out[0] = round_to_x(value.x * scale[0]);
+    if (feature + 1 < int(arguments.features)) out[1] = round_to_x(value.y * scale[1]);
+}
+
+// The sums of all warps, added and written, ROUND feature tiles at a time.
+__device__ __forceinline__ void reduce(const LinearArguments& arguments, Shared& shared, int tile, int rank,
+                                       const float (&sums)[ROW_TILES][FEATURE_TILES][4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int first = 0; first < FEATURE_TILES; first += ROUND) {
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+            for (int n = 0; n < ROUND; ++n) {
+                const float(&own)[4] = sums[m][first + n];
+                shared.part[warp][m * 16 + lane / 4][n * 4 + lane % 4] = {own[0], own[1]};
+                shared.part[warp][m * 16 + 8 + lane / 4][n * 4 + lane % 4] = {own[2], own[3]};
+            }
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROWS * ROUND * 4; i += THREADS) {
+            const int row = i / (ROUND * 4), pair = i % (ROUND * 4);
+            float2 total = shared.part[0][row][pair];
+#pragma unroll
+            for (int from = 1; from < WARPS; ++from) {
+                const float2 part = shared.part[from][row][pair];
+                total.x += part.x;
+                total.y += part.y;
+            }
+#if CLUSTER > 1
+            shared.sum[row][first * 4 + pair] = total;
+#else
+            write(arguments, row, tile * FEATURES + (first * 4 + pair) * 2, total);
+#endif
+        }
+        __syncthreads();  // the next round, or the next tile, writes `part` again
+    }
+#if CLUSTER > 1
+    cluster_sync();
+    for (int i = rank * THREADS + threadIdx.x; i < ROWS * FEATURES / 2; i += CLUSTER * THREADS) {
+        const int row = i / (FEATURES / 2), pair = i % (FEATURES / 2);
+        float2 total = load_of_block(&shared.sum[row][pair], 0);
+#pragma unroll
+        for (int from = 1; from < CLUSTER; ++from) {
+            const float2 part = load_of_block(&shared.sum[row][pair], from);
+            total.x += part.x;
+            total.y += part.y;
+        }
+        write(arguments, row, tile * FEATURES + pair * 2, total);
+    }
+    cluster_sync();  // the next tile writes `sum` again, and a block that ends takes it away
+#endif
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) fp8_linear(const LinearArguments arguments) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
+    const int chunks = (int(arguments.depth) + CHUNK - 1) / CHUNK;
+    const Warp own = {arguments,
+                      shared,
+                      int(threadIdx.x) % 32,
+                      warp,
+                      rank * WARPS + warp,
+                      (int(arguments.features) + FEATURES - 1) / FEATURES,
+                      int(gridDim.x) / CLUSTER,
+                      (chunks + CLUSTER * WARPS - 1) / (CLUSTER * WARPS)};
+
+    Position next = {int(blockIdx.x) / CLUSTER, 0};
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+        own.fetch(next, stage);
+        own.advance(next);
+    }
+    int stage = 0;
+    for (int tile = blockIdx.x / CLUSTER; tile < own.tiles; tile += own.clusters) {
+        float sums[ROW_TILES][FEATURE_TILES][4] = {};
+        for (int step = 0; step < own.steps; ++step) {
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();  // lanes read what others copied
+            own.multiply(sums, stage);
+            __syncwarp();  // and all have read before it is overwritten
+            own.fetch(next, stage);
+            own.advance(next);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        reduce(arguments, shared, tile, rank, sums);
+    }
+}

@@ -1,0 +1,48 @@
+"""Runs kernels/fp8_linear.cu itself on the CPU: g++ builds it against tests/cuda_on_cpu.h."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from sgl_specflow.kernels import fp8_linear_cuda
+
+TESTS = Path(__file__).resolve().parent
+COMPILER = shutil.which("g++")
+GUARD = 64  # numbers
+
+
+@functools.cache
+def build(variant: fp8_linear_cuda.Variant) -> ctypes.CDLL:
+    library = Path(tempfile.mkdtemp(prefix="fp8_on_cpu_")) / "kernel.so"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
+    defines = [f"-D{key}={value}" for key, value in variant.defines().items()]
+    folders = [f"-I{TESTS}", f"-I{fp8_linear_cuda.SOURCE.parent}"]
+    command = [COMPILER, *flags, "-Wno-unknown-pragmas", *defines, *folders, str(TESTS / "fp8_linear_on_cpu.cpp")]
+    result = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(library))
+
+
+def linear_on_cpu(x, weight, scale, variant, clusters: int, reversed_order: bool = False) -> torch.Tensor:
+    """`fp8_linear_cuda` on the CPU; reversed_order: the warps and lanes of a block run backwards."""
+    assert fp8_linear_cuda.fits(x, weight, scale)
+    size = x.shape[0] * weight.shape[0]
+    written = torch.full((size + 2 * GUARD,), float("nan"), dtype=x.dtype)
+    out = written[GUARD:-GUARD].view(x.shape[0], weight.shape[0])
+    arguments = fp8_linear_cuda.linear_arguments(x, weight, scale, out)
+    shared, blocks = ctypes.c_size_t(variant.shared_bytes), clusters * variant.cluster
+    build(variant).fp8_linear_on_cpu(ctypes.byref(arguments), shared, blocks, reversed_order)
+    assert written[:GUARD].isnan().all() and written[-GUARD:].isnan().all(), "out is overrun"
+    return out
+
+
+def converted_on_cpu(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP8 codes (uint8 [4 n]) as the kernel multiplies them, float32."""
+    library, out = build(fp8_linear_cuda.Variant(dtype, 1, 1)), torch.empty(len(codes))
+    for i, word in enumerate(codes.view(torch.int32).tolist()):
+        library.convert_on_cpu(ctypes.c_uint(word & 0xFFFFFFFF), ctypes.c_void_p(out[4 * i :].data_ptr()))
+    return out

@@ -1,0 +1,247 @@
+"""Products with FP8 weights for few rows: kernels/fp8_linear.cu against float64.
+
+It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one.
+"""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from fp8_on_cpu import COMPILER, converted_on_cpu, linear_on_cpu
+from sgl_specflow.eval import fp8_linear as benchmark
+from sgl_specflow.kernels import fp8_linear_cuda, nvrtc
+from sgl_specflow.kernels.fp8_linear import FP8, fp8_linear, fp8_linear_triton, quantise_rows
+from sgl_specflow.kernels.fp8_linear_cuda import CLUSTERS, MOST_SHARED_BYTES, Variant, choose, fits, serves
+
+NVCC = shutil.which("nvcc")
+BFLOAT, HALF = torch.bfloat16, torch.float16
+on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
+
+CASES = [  # rows, features, depth, dtype, cluster, clusters that run together
+    (1, 1, 16, BFLOAT, 1, 1),
+    (1, 128, 512, BFLOAT, 1, 1),
+    (15, 130, 272, BFLOAT, 1, 1),
+    (16, 300, 1600, BFLOAT, 1, 2),  # several tiles a block, and four steps a tile
+    (16, 129, 2064, HALF, 1, 2),
+    (7, 97, 80, BFLOAT, 2, 1),
+    (16, 257, 1104, BFLOAT, 2, 1),
+    (16, 256, 64, BFLOAT, 4, 2),  # less depth than warps
+    (9, 150, 4176, BFLOAT, 4, 1),
+    (17, 40, 144, BFLOAT, 1, 1),
+    (32, 260, 592, HALF, 1, 2),
+    (31, 129, 1040, BFLOAT, 2, 1),
+    (32, 128, 2064, BFLOAT, 4, 1),
+    (33, 65, 528, BFLOAT, 1, 1),
+    (48, 130, 576, HALF, 1, 2),
+    (64, 64, 1040, BFLOAT, 2, 1),
+    (63, 70, 2064, BFLOAT, 4, 1),
+]
+SHAPES = [(4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]  # Qwen3-8B's head and LM head: features, depth
+
+
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test))
+
+
+def problem(rows, features, depth, dtype, device="cpu", apart=8):
+    """x, whose rows lie `apart` numbers further apart than they are long, with NaN between; FP8 weights of rows of very
+    different size; and their scales."""
+    generator = torch.Generator(device).manual_seed(rows + features + depth)
+    normal = {"generator": generator, "device": device}
+    wide = torch.full((rows, depth + apart), torch.nan, dtype=dtype, device=device)
+    x = wide[:, :depth]
+    x.copy_(torch.randn(rows, depth, **normal))
+    size = torch.logspace(-4, 1, features, device=device)[:, None]
+    return x, *quantise_rows((torch.randn(features, depth, **normal) * size).to(dtype))
+
+
+def assert_product(out, x, weight, scale):
+    """out is the float64 product rounded once, but for what float32 sums lose."""
+    assert out.dtype == x.dtype and out.shape == (x.shape[0], weight.shape[0])
+    x = x.double()
+    for place in range(0, weight.shape[0], 16384):
+        part = slice(place, place + 16384)
+        real = weight[part].double() * scale[part].double()[:, None]
+        exact, size = x @ real.T, x.norm(dim=1)[:, None] * real.norm(dim=1)
+        allowed = exact.abs() * torch.finfo(out.dtype).eps / 2 + 1e-5 * size
+        assert ((out[:, part].double() - exact).abs() <= allowed).all()
+
+
+def variant_of(rows, dtype, cluster):
+    return Variant(dtype, choose(dtype, rows, 64, 64, 132).row_tiles, cluster)
+
+
+@on_cpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_cuda_source_multiplies(case):
+    rows, features, depth, dtype, cluster, clusters = case
+    x, weight, scale = problem(rows, features, depth, dtype)
+    variant = variant_of(rows, dtype, cluster)
+    out = linear_on_cpu(x, weight, scale, variant, clusters)
+    assert_product(out, x, weight, scale)
+    # The order in which warps and lanes run shows nowhere, nor does how many blocks there are.
+    backwards = linear_on_cpu(x, weight, scale, variant, -(-features // variant.tile), reversed_order=True)
+    assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
+
+
+def every_code(dtype, device="cpu"):
+    """x and weights whose product's rows are each the values of all FP8 codes but NaN, and these values."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(FP8)
+    codes = codes[~codes.float().isnan()]
+    weight = codes.view(torch.uint8)[:, None].expand(-1, 64).contiguous().view(FP8)
+    x = torch.eye(64, device=device).to(dtype)[[*range(0, 64, 5), 62, 63]]
+    return x, weight, torch.ones(len(codes), device=device), codes.to(dtype).expand(len(x), -1)
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_every_fp8_code_is_exact(dtype):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    wanted = codes.view(FP8).float()
+    wanted = torch.where(wanted.isnan(), torch.where(codes < 128, 480.0, -480.0), wanted)
+    got = converted_on_cpu(codes, dtype)
+    assert torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+    x, weight, scale, values = every_code(dtype)
+    assert torch.equal(linear_on_cpu(x, weight, scale, Variant(dtype, 1, 1), 1), values)
+
+
+def test_quantised_rows_hold_no_nan():
+    weight = torch.tensor([448.0, 449.0, 463.9, 1e-30, 3.4e38, 0.0])[:, None] * torch.linspace(-1, 1, 48)
+    assert not quantise_rows(weight)[0].float().isnan().any()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+@pytest.mark.parametrize("features, depth", SHAPES, ids=str)
+def test_a_hopper_gpus_multiprocessors_are_shared_evenly(rows, features, depth):
+    variant = choose(BFLOAT, rows, depth, features, 132)
+    tiles, together = -(-features // variant.tile), 132 // variant.cluster
+    turns = -(-tiles // together)
+    # At least 96 percent of them work at a time, each on whole steps of the depth.
+    assert features * depth >= 0.96 * 132 * turns * variant.tile * depth / variant.cluster
+    assert depth % (variant.cluster * fp8_linear_cuda.WARPS * fp8_linear_cuda.CHUNK) == 0
+
+
+def test_what_cannot_be_copied_in_whole_vectors_is_left_to_the_other_kernel():
+    x, weight, scale = problem(16, 40, 64, BFLOAT)
+    assert fits(x, weight, scale) and not serves(x, weight, scale)  # on the CPU
+    assert fits(x[:1], weight, scale) and fits(x[3:5], weight, scale)
+    assert not fits(x.float(), weight, scale)
+    assert not fits(x[:0], weight, scale)
+    assert not fits(problem(65, 40, 64, BFLOAT)[0], weight, scale)
+    assert not fits(problem(16, 40, 64, BFLOAT, apart=4)[0], weight, scale)
+    assert not fits(problem(16, 40, 72, BFLOAT)[0][:, 4:68], weight, scale)
+    assert not fits(*problem(16, 40, 72, BFLOAT))
+    assert not fits(x, weight, scale.repeat_interleave(2)[::2])
+    shifted = torch.zeros(40 * 64 + 8, dtype=torch.uint8)[8:].view(FP8).view(40, 64)
+    assert not fits(x, shifted, scale)
+    assert not fits(x.T.contiguous().T, weight, scale)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("row_tiles", [1, 2, 4])
+def test_the_cuda_source_compiles(target, dtype, row_tiles, tmp_path):
+    for cluster in CLUSTERS if target == "sm_90a" else (2,):
+        variant = Variant(dtype, row_tiles, cluster)
+        arch = f"-gencode=arch=compute_{target[3:]},code={target}"
+        command = [NVCC, arch, "-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
+        command += [f"-D{key}={value}" for key, value in variant.defines().items()]
+        command += [str(fp8_linear_cuda.SOURCE), "-o", str(tmp_path / "kernel.cubin")]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert " 0 bytes spill stores, 0 bytes spill loads" in result.stderr, result.stderr
+
+
+def test_nvrtc_compiles_it(tmp_path, monkeypatch):
+    try:
+        nvrtc._nvrtc()
+    except nvrtc.CudaToolsMissing as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert MOST_SHARED_BYTES <= 227 << 10  # what a block of Hopper may have
+    for variant in (Variant(BFLOAT, 1, 4), Variant(HALF, 4, 1)):
+        assert b"fp8_linear" in fp8_linear_cuda.compile_for(variant, "sm_90a")
+
+
+def test_the_benchmark_measures_each_kernel_and_sums_a_step(monkeypatch):
+    def microseconds(calls):
+        for call in calls:
+            assert call().shape == (3, 48)
+        return float(len(calls))
+
+    monkeypatch.setattr(benchmark, "microseconds", microseconds)
+    monkeypatch.setattr(benchmark, "fp8_linear_triton", fp8_linear)
+    monkeypatch.setattr(benchmark, "ROTATED_BYTES", 4 * 48 * 32)
+    monkeypatch.setattr(benchmark, "SHAPES", {"o_proj": (48, 32), "lm_head": (48, 32)})
+    rows = [row for layer in benchmark.SHAPES for row in benchmark.measure(layer, (3,), "cpu")]
+    assert [set(row) for row in rows] == [set(benchmark.COLUMNS)] * 2
+    assert all(row["ours_us"] == row["triton_us"] == row["bf16_us"] == 4.0 for row in rows)
+    assert all(0 < row["max_error"] < 0.01 for row in rows)
+    rows[0]["scaled_mm_us"] = None
+    (step,) = benchmark.steps(rows)
+    assert step["ours_us"] == 6 * 4.0 and step["scaled_mm_us"] is None and step["rows"] == 3
+
+
+def test_the_benchmark_asks_for_a_gpu_and_a_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, reason in (([], "--out"), (["--out", str(tmp_path / "x.json")], "needs a CUDA GPU")):
+        with pytest.raises(SystemExit):
+            benchmark.main(arguments)
+        assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_on_the_gpu(case, monkeypatch):
+    rows, features, depth, dtype, cluster, _ = case
+    monkeypatch.setattr(fp8_linear_cuda, "choose", lambda *arguments: variant_of(rows, dtype, cluster))
+    x, weight, scale = problem(rows, features, depth, dtype, "cuda")
+    assert serves(x, weight, scale)
+    assert_product(fp8_linear(x, weight, scale), x, weight, scale)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("features, depth", SHAPES, ids=str)
+def test_the_heads_products_on_the_gpu(rows, features, depth):
+    x, weight, scale = problem(rows, features, depth, BFLOAT, "cuda")
+    assert serves(x, weight, scale)
+    out = fp8_linear(x, weight, scale)
+    assert_product(out, x, weight, scale)
+    for _ in range(3):
+        assert torch.equal(fp8_linear(x, weight, scale), out)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_every_fp8_code_is_exact_on_the_gpu(dtype):
+    x, weight, scale, values = every_code(dtype, "cuda")
+    assert serves(x, weight, scale) and torch.equal(fp8_linear(x, weight, scale), values)
+
+
+@gpu
+def test_both_kernels_of_the_gpu_agree():
+    x, weight, scale = problem(16, 1000, 4096, BFLOAT, "cuda")
+    ours, triton = fp8_linear(x, weight, scale), fp8_linear_triton(x, weight, scale)
+    torch.testing.assert_close(ours, triton, rtol=2**-7, atol=1e-5 * 64 * 64)
+    assert_product(fp8_linear(x[:, :4088], weight[:, :4088].contiguous(), scale), x[:, :4088], weight[:, :4088], scale)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [15, 32, 64])
+def test_a_cuda_graph_holds_products(rows):
+    problems = [problem(rows, features, depth, BFLOAT, "cuda") for features, depth in SHAPES[:3]]
+    for arguments in problems:
+        fp8_linear(*arguments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [fp8_linear(*arguments) for arguments in problems]
+    for turn in range(2):
+        for x, _, _ in problems:
+            x.copy_(torch.randn_like(x) * (turn + 1))
+        graph.replay()
+        for out, arguments in zip(outs, problems):
+            assert_product(out, *arguments)
