@@ -547,10 +547,10 @@ __device__ __forceinline__ int panel_end(int panel, int tiles) {
 __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end, const Lane& lane) {
     const int before = tiles_before(panel), total = tiles_before(end) - before;
     // A warp's tiles follow each other in a row, whose fragments stay in registers where those are free.
-    constexpr int KEPT_K = TILES <= 4 ? 0 : OVERLAID ? K_STEPS / 2 : K_STEPS, KEPT_Q = TILES <= 4 || OVERLAID ? 0 : K_STEPS;
+    constexpr int KEPT = TILES <= 4 || OVERLAID ? 0 : K_STEPS;
     constexpr int CHAINS = 2;  // sums of every other step: more products in flight, fewer cut sums
     int i = panel, loaded = -1;
-    unsigned keys[KEPT_K + 1][4], queries[KEPT_Q + 1][4];
+    unsigned keys[KEPT + 1][4], queries[KEPT + 1][4];
 #pragma unroll 1
     for (int tile = total * lane.warp / WARPS; tile < total * (lane.warp + 1) / WARPS; ++tile) {
         while (tiles_before(i + 1) - before <= tile) ++i;
@@ -561,12 +561,12 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
             x[0] = x[32] = x[64] = y[0] = y[32] = {0, 0, 0, 0};
             continue;
         }
-        if (KEPT_K && loaded != i) {
+        if (KEPT && loaded != i) {
             loaded = i;
 #pragma unroll
-            for (int step = 0; step < KEPT_K; ++step) load_rows(keys[step], at.k, i, step, lane);
+            for (int step = 0; step < KEPT; ++step) load_rows(keys[step], at.k, i, step, lane);
 #pragma unroll
-            for (int step = 0; step < KEPT_Q; ++step) load_rows(queries[step], at.q, i, step, lane);
+            for (int step = 0; step < KEPT; ++step) load_rows(queries[step], at.q, i, step, lane);
         }
         float products[2][CHAINS][2][4] = {};  // k or q, chain, column half
 #pragma unroll
@@ -575,8 +575,8 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
             load_columns(columns, at.k, j, step, lane);
 #pragma unroll
             for (int of = 0; of < 2; ++of) {
-                unsigned (&rows)[4] = of ? queries[min(step, KEPT_Q)] : keys[min(step, KEPT_K)];
-                if (step >= (of ? KEPT_Q : KEPT_K)) load_rows(rows, of ? at.q : at.k, i, step, lane);
+                unsigned (&rows)[4] = of ? queries[min(step, KEPT)] : keys[min(step, KEPT)];
+                if (step >= KEPT) load_rows(rows, of ? at.q : at.k, i, step, lane);
                 mma_bf16(products[of][step % CHAINS][0], rows, columns[0], columns[1]);
                 mma_bf16(products[of][step % CHAINS][1], rows, columns[2], columns[3]);
             }
