@@ -12,7 +12,7 @@ TREE_SHAPES = ("chain", "star", "comb", "recent", "wide")
 
 
 def parents(shape: str, nodes: int, seed: int = 0) -> list[int]:
-    """comb: a chain with a tooth at each link. recent: a parent among the last 8. wide: any parent."""
+    """comb: a chain with a tooth at each link. recent: a parent among the last 8. wide: any parent. roots: none."""
     source = random.Random(f"{shape} {nodes} {seed}")
     choose = {
         "chain": lambda i: i - 1,
@@ -20,6 +20,7 @@ def parents(shape: str, nodes: int, seed: int = 0) -> list[int]:
         "comb": lambda i: i - 1 if i % 2 else i - 2,
         "recent": lambda i: source.randrange(max(0, i - 8), i),
         "wide": lambda i: source.randrange(i),
+        "roots": lambda i: -1,
     }[shape]
     return [-1] + [choose(i) for i in range(1, nodes)]
 

@@ -35,6 +35,8 @@ def gpu(test):
         ("sm_90a", 16, 128, False),
         ("sm_90a", 64, 128, False),
         ("sm_90a", 128, 128, False),
+        ("sm_90a", 176, 128, False),
+        ("sm_90a", 256, 128, False),
         ("sm_100a", 64, 128, False),
         ("sm_90a", 16, 64, True),
     ],

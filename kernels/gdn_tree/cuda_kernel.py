@@ -36,7 +36,7 @@ class KernelShape:
 
     @property
     def panel(self) -> int:
-        """Column tiles of X and Y that shared memory holds at a time: as many as fit, 0 where not even one does."""
+        """Row tiles of X and Y, the longest, that shared memory holds at a time: as many as fit, 0 where not one does."""
         return next((panel for panel in range(self.tiles, 0, -1) if self._bytes(panel) <= self.shared_limit), 0)
 
     @property

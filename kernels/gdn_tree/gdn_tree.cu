@@ -3,7 +3,7 @@
 //
 // A block computes SLICE value columns of one value head of one request. The columns of U and O do not depend on each
 // other, so each warp owns 8 of them from the state to the output; warps meet only to make X and Y, the two matrices over
-// pairs of nodes, in panels of PANEL column tiles. Raw k and q enter the tensor cores as they are (bfloat16, exact); their
+// pairs of nodes, in panels of row tiles. Raw k and q enter the tensor cores as they are (bfloat16, exact); their
 // norms are row factors, applied in float32:
 //     u'_i = r_i b_i (v_i - r_i (e^{G_i} S k_i + sum_j e^{G_i - G_j} (k_j . k_i) u'_j)),  u'_i = r_i u_i, r_i = 1 / |k_i|
 //     o_i  = s_i (e^{G_i} S q_i + sum_j e^{G_i - G_j} (k_j . q_i) u'_j),                  s_i = scale / |q_i|
@@ -12,7 +12,7 @@
 // U two for O, and what U depends on is summed in tensor cores over few products only (`add`), so that U and the state keep
 // float32's accuracy. G is summed in float64 and kept as two floats.
 //
-// Compiled for one shape: GDN_TILES (16 nodes each), GDN_PANEL (column tiles of X and Y that shared memory holds at a
+// Compiled for one shape: GDN_TILES (16 nodes each), GDN_PANEL (row tiles of X and Y that shared memory holds at a
 // time), GDN_KEY_DIM, GDN_VALUE_DIM, GDN_SLICE, GDN_STATE_BF16, GDN_SHARED_LIMIT (bytes a block may use) and
 // GDN_SHARED_BYTES (what cuda_kernel.py computed; checked below).
 //
@@ -42,7 +42,10 @@ constexpr int WORDS = (NODES + 31) / 32;
 constexpr double LOG2_E = 1.4426950408889634;
 
 constexpr int ROWS_BYTES = NODES * KEY_DIM * 2;                       // k, and the same of q
-constexpr int PANEL_TILES = PANEL * TILES - PANEL * (PANEL - 1) / 2;  // tiles (i, j), i >= j, of the first panel
+constexpr int PANEL_TILES = PANEL * TILES - PANEL * (PANEL - 1) / 2;  // tiles (i, j), i >= j, of the last panel
+constexpr int ROWS = PANEL > 1 ? 2 : 1;                               // row tiles that a warp works on at a time
+// Few tiles: registers hold all of R and O, and the code for them is short.
+constexpr bool AT_ONCE = TILES <= 4 && PANEL == TILES;
 constexpr int X_TERM = 3 * 512, Y_TERM = 2 * 512;                     // bytes of a tile: three and two terms
 constexpr int STATE_SIZE = GDN_STATE_BF16 ? 2 : 4;
 constexpr int STATE_BYTES = SLICE * KEY_DIM * STATE_SIZE, VALUE_BYTES = NODES * SLICE * 2, SUMS_BYTES = WORDS * 1024;
@@ -530,46 +533,50 @@ __device__ __forceinline__ void row_norms(float* norms, bf16* rows, float scale,
     }
 }
 
-// Where the tiles (j, j), (j + 1, j), ... of column j stand in a panel that begins with column `panel`.
-__device__ __forceinline__ int column_start(int panel, int j) {
-    const int columns = j - panel;
-    return columns * (TILES - panel) - columns * (columns - 1) / 2;
+// Tiles (i, j), j <= i, of all row tiles before row tile i.
+__device__ __forceinline__ int tiles_before(int i) { return i * (i + 1) / 2; }
+// Where the panel of row tiles that begins with `panel` ends: as many as its memory holds, in groups of ROWS.
+__device__ __forceinline__ int panel_end(int panel, int tiles) {
+    int end = min(panel + ROWS, tiles);
+    while (end < tiles && tiles_before(min(end + ROWS, tiles)) - tiles_before(panel) <= PANEL_TILES) end = min(end + ROWS, tiles);
+    return end;
 }
 
-// Tiles of X = beta r^2 e^{G_i - G_j} (k_i . k_j) and Y = e^{G_i - G_j} (q_i . k_j) of a panel's columns: -X and Y as A
+// Tiles of X = beta r^2 e^{G_i - G_j} (k_i . k_j) and Y = e^{G_i - G_j} (q_i . k_j) of a panel's rows: -X and Y as A
 // fragments, and X of the diagonal as float32 for `invert_diagonal`.
-__device__ __forceinline__ void build_panel(const Shared& at, int panel, int tiles, const Lane& lane) {
-    const int columns = min(PANEL, tiles - panel), longest = tiles - panel;
-    const int total = columns * longest - columns * (columns - 1) / 2;
-    // With few tiles a warp seldom takes two of one column, and registers are short.
-    constexpr bool KEEP_COLUMN = TILES > 4;
+__device__ __forceinline__ void build_panel(const Shared& at, int panel, int end, const Lane& lane) {
+    const int before = tiles_before(panel), total = tiles_before(end) - before;
+    // A warp's tiles follow each other in a row, whose fragments stay in registers where those are free.
+    constexpr int KEPT = TILES <= 4 || OVERLAID ? 0 : K_STEPS;
     constexpr int CHAINS = 2;  // sums of every other step: more products in flight, fewer cut sums
-    int j = panel, first = 0, loaded = -1;  // pairs are numbered column by column; `first` is column j's first
-    unsigned keys[KEEP_COLUMN ? K_STEPS : 1][4];
+    int i = panel, loaded = -1;
+    unsigned keys[KEPT + 1][4], queries[KEPT + 1][4];
 #pragma unroll 1
-    for (int number = total * lane.warp / WARPS; number < total * (lane.warp + 1) / WARPS; ++number) {
-        while (first + (tiles - j) <= number) first += tiles - j++;
-        const int i = j + number - first, tile = column_start(panel, j) + i - j;
+    for (int tile = total * lane.warp / WARPS; tile < total * (lane.warp + 1) / WARPS; ++tile) {
+        while (tiles_before(i + 1) - before <= tile) ++i;
+        const int j = tile + before - tiles_before(i);
         uint4* x = at.x + tile * 96 + lane.lane;
         uint4* y = at.y + tile * 64 + lane.lane;
         if (!(at.tiles[i] >> j & 1)) {  // its neighbour's bits may have it read
             x[0] = x[32] = x[64] = y[0] = y[32] = {0, 0, 0, 0};
             continue;
         }
-        if (KEEP_COLUMN && loaded != j) {
-            loaded = j;
+        if (KEPT && loaded != i) {
+            loaded = i;
 #pragma unroll
-            for (int step = 0; step < K_STEPS; ++step) load_columns(keys[step], at.k, j, step, lane);
+            for (int step = 0; step < KEPT; ++step) load_rows(keys[step], at.k, i, step, lane);
+#pragma unroll
+            for (int step = 0; step < KEPT; ++step) load_rows(queries[step], at.q, i, step, lane);
         }
         float products[2][CHAINS][2][4] = {};  // k or q, chain, column half
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
-            unsigned (&columns)[4] = keys[KEEP_COLUMN ? step : 0];
-            if (!KEEP_COLUMN) load_columns(columns, at.k, j, step, lane);
+            unsigned columns[4];
+            load_columns(columns, at.k, j, step, lane);
 #pragma unroll
             for (int of = 0; of < 2; ++of) {
-                unsigned rows[4];
-                load_rows(rows, of ? at.q : at.k, i, step, lane);
+                unsigned (&rows)[4] = of ? queries[min(step, KEPT)] : keys[min(step, KEPT)];
+                if (step >= KEPT) load_rows(rows, of ? at.q : at.k, i, step, lane);
                 mma_bf16(products[of][step % CHAINS][0], rows, columns[0], columns[1]);
                 mma_bf16(products[of][step % CHAINS][1], rows, columns[2], columns[3]);
             }
@@ -617,10 +624,10 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int til
 }
 
 // A panel's diagonal tiles: X to the A fragments of (I + X)^-1 - I, in place, by forward substitution, a lane a column.
-__device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int tiles, const Lane& lane) {
+__device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int end, const Lane& lane) {
     const int column = lane.lane & 15;
-    for (int j = panel + lane.warp; j < min(panel + PANEL, tiles); j += WARPS) {
-        uint4* terms_at = at.x + column_start(panel, j) * 96;
+    for (int i = panel + lane.warp; i < end; i += WARPS) {
+        uint4* terms_at = at.x + (tiles_before(i) - tiles_before(panel) + i) * 96;
         float* x = reinterpret_cast<float*>(terms_at);
         float t[16];
 #pragma unroll
@@ -654,28 +661,29 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int
     }
 }
 
+// Few tiles: all of R and O in registers, the solve column by column of tiles.
+
 // The warp's columns of S k and S q of all nodes, then r = r b (v - r e^G S k), the right-hand side of the solve, and
 // o = e^G S q, the output's first part.
 // `value` gives v of a row tile and half.
 template <class Value>
-__device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
-                                               const Shared& at, int count, int tiles, const Lane& lane, Value value) {
-    constexpr int GROUP = TILES > 4 && TILES <= 8 ? 4 : 2;
+__device__ __forceinline__ void multiply_state_at_once(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
+                                                       const Shared& at, int count, int tiles, const Lane& lane,
+                                                       Value value) {
+    constexpr int GROUP = 2;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int x = 0; x < 4; ++x) r[i][x] = o[i][x] = 0.0f;
-    constexpr bool AHEAD = TILES <= 8;  // the next step's columns are made during the first group's products
-    uint2 next[3];
+    uint2 next[3];  // the next step's columns are made during the first group's products
     as_columns(s[0], next);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-        if (!AHEAD && step > 0) as_columns(s[step], next);
         const uint2 columns[3] = {next[0], next[1], next[2]};
         // Groups of tiles keep several products in flight; a group's rows beyond `tiles` are not used.
 #pragma unroll
         for (int start = 0; start < TILES; start += GROUP)
-            if ((AHEAD && start == 0) || start < tiles) {
+            if (start == 0 || start < tiles) {
                 uint4 keys[GROUP], queries[GROUP];
                 float sums[GROUP][4] = {};
 #pragma unroll
@@ -698,7 +706,7 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i)
                     if (start + i < TILES) add(r[start + i], sums[i]);
-                if (AHEAD && start == 0 && step + 1 < K_STEPS) as_columns(s[step + 1], next);
+                if (start == 0 && step + 1 < K_STEPS) as_columns(s[step + 1], next);
             }
     }
     const float2* path_g = at.g + lane.row;
@@ -707,7 +715,7 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
     // Four tiles at a time: their loads are in flight together.
 #pragma unroll
     for (int start = 0; start < TILES; start += 4)
-        if (TILES <= 8 || start < tiles) {
+        {
             unsigned v[4][2];
 #pragma unroll
             for (int i = 0; i < 8; ++i)
@@ -728,22 +736,19 @@ __device__ __forceinline__ void multiply_state(float (&r)[TILES][4], float (&o)[
         }
 }
 
-// A panel's columns of the substitution over tiles: U_j = (I + X_jj)^-1 r_j, taken out of all later rows at once, and its
-// part of all outputs. PANEL_START must be known when it is compiled: r and o are registers.
+// The substitution over tiles: U_j = (I + X_jj)^-1 r_j, taken out of all later rows at once, and its part of all outputs.
 // u_out: column 2 pair of the warp's columns, node `row`, in the stash, or null. rows_left: nodes from there on.
-template <int PANEL_START>
-__device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at, int rows_left,
-                                            int tiles, float* u_out, const Lane& lane) {
+__device__ __forceinline__ void solve_at_once(float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at, int rows_left,
+                                              int tiles, float* u_out, const Lane& lane) {
     const unsigned row_tiles = lane.lane < tiles ? at.tiles[lane.lane] : 0;
 #pragma unroll
-    for (int column = 0; column < PANEL; ++column) {
-        const int j = PANEL_START + column;
-        if (j < TILES && j < tiles) {
+    for (int j = 0; j < TILES; ++j) {
+        if (j < tiles) {
             const unsigned below = __ballot_sync(0xffffffffu, row_tiles >> j & 1);  // bit i: tile (i, j) has bits
-            const int tile = column_start(PANEL_START, j);
-            const uint4* x = at.x + tile * 96 + lane.lane;
-            const uint4* y = at.y + tile * 64 + lane.lane;
-            const uint4 inverse[3] = {x[0], x[32], x[64]};
+            const uint4* x = at.x + j * 96 + lane.lane;
+            const uint4* y = at.y + j * 64 + lane.lane;
+            const uint4* diagonal = x + tiles_before(j) * 96;
+            const uint4 inverse[3] = {diagonal[0], diagonal[32], diagonal[64]};
             uint2 right[3], u_terms[3];
             as_columns(r[j], right);
             float u[4] = {}, rest[4] = {};
@@ -771,9 +776,9 @@ __device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TIL
                     for (int i = start; i < start + 2 && i < TILES; ++i) {
 #pragma unroll
                         for (int term = 0; term < 3; ++term)
-                            if (i > j) below_x[i - start][term] = x[(i - j) * 96 + term * 32];
+                            if (i > j) below_x[i - start][term] = x[tiles_before(i) * 96 + term * 32];
 #pragma unroll
-                        for (int term = 0; term < 2; ++term) below_y[i - start][term] = y[(i - j) * 64 + term * 32];
+                        for (int term = 0; term < 2; ++term) below_y[i - start][term] = y[tiles_before(i) * 64 + term * 32];
                     }
 #pragma unroll
                     for (int product = 0; product < 6; ++product)
@@ -789,17 +794,6 @@ __device__ __forceinline__ void solve_panel(float (&r)[TILES][4], float (&o)[TIL
                         if (i > j) add(r[i], sums[i - start]);
                 }
         }
-    }
-}
-
-// `solve_panel` for a panel that is known only at run time.
-template <int PANEL_START>
-__device__ __forceinline__ void solve_panel_at(int panel, float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at,
-                                               int rows_left, int tiles, float* u_out, const Lane& lane) {
-    if (panel == PANEL_START) {
-        solve_panel<PANEL_START>(r, o, at, rows_left, tiles, u_out, lane);
-    } else if constexpr (PANEL_START + PANEL < TILES) {
-        solve_panel_at<PANEL_START + PANEL>(panel, r, o, at, rows_left, tiles, u_out, lane);
     }
 }
 
@@ -823,6 +817,177 @@ __device__ __forceinline__ void write_output(const VerifyArguments& in, const fl
 #pragma unroll 2
     for (; node < count; node += 32, to += 32 * stride)
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(at.q + value_place(node, piece));
+}
+
+// More tiles: a group of rows at a time.
+
+// The B fragments of [16, 8] in three terms.
+typedef uint2 Columns[3];
+// A group of row tiles of the warp's columns, as C fragments.
+typedef float RowTiles[ROWS][4];
+
+// S k and S q of the row tiles `row`.
+__device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const Columns (&state)[K_STEPS], const Shared& at,
+                                               const int (&row)[ROWS], const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) r[i][e] = o[i][e] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) {
+        unsigned keys[ROWS][4], queries[ROWS][4];
+        float sums[ROWS][4] = {};
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            load_rows(keys[i], at.k, row[i], step, lane);
+            load_rows(queries[i], at.q, row[i], step, lane);
+        }
+#pragma unroll
+        for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                mma_bf16(sums[i], keys[i], state[step][term].x, state[step][term].y);
+                if (term < 2) mma_bf16(o[i], queries[i], state[step][term].x, state[step][term].y);
+            }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) add(r[i], sums[i]);
+    }
+}
+
+// From S k and S q: r = r b (v - r e^G S k), the right-hand side of the solve, and o = e^G S q, the output's first part.
+__device__ __forceinline__ void right_hand_side(RowTiles& r, RowTiles& o, const unsigned (&v)[ROWS][2], const Shared& at,
+                                                const int (&row)[ROWS], const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int node = row[i] * 16 + half * 8 + lane.row;
+            const float2 g = at.g[node];
+            const float decay = exp2_approx(g.x + g.y), norm = at.norm[node], factor = norm * decay;
+            const float beta = norm * at.beta[node];
+            r[i][half * 2] = beta * (low_half(v[i][half]) - factor * r[i][half * 2]);
+            r[i][half * 2 + 1] = beta * (high_half(v[i][half]) - factor * r[i][half * 2 + 1]);
+            o[i][half * 2] *= decay;
+            o[i][half * 2 + 1] *= decay;
+        }
+}
+
+// r -= X u and o += Y u for a column of tiles: x and y are the lane's place in the tile of each row. The smaller products
+// of X in a sum of their own: shorter chains.
+template <int COUNT>
+__device__ __forceinline__ void take_out(float (*r)[4], float (*o)[4], const uint4* const (&x)[COUNT],
+                                         const uint4* const (&y)[COUNT], const Columns& u) {
+    uint4 of_x[COUNT][3], of_y[COUNT][2];
+    float sums[COUNT][4] = {}, rest[COUNT][4] = {};
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int term = 0; term < 3; ++term) of_x[i][term] = x[i][term * 32];
+#pragma unroll
+        for (int term = 0; term < 2; ++term) of_y[i][term] = y[i][term * 32];
+    }
+#pragma unroll
+    for (int product = 0; product < 3; ++product)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            mma_three_terms(rest[i], of_x[i], u, product);
+            mma_three_terms(sums[i], of_x[i], u, product + 3);
+            mma_rows(o[i], of_y[i][product == 0], u[product == 1]);
+        }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) r[i][e] += sums[i][e] + rest[i][e];
+}
+
+// The warp's columns of a panel of row tiles, from the state to the output, a group of row tiles at a time: what the state
+// gives, less what the earlier tiles' U gives, then U_i = (I + X_ii)^-1 r_i. Each row tile's U stays in registers, so that
+// `u` is indexed by what the compiler knows and the row tiles by a loop: instructions would not stay in their cache if
+// both were written out. All threads of the block call it; it waits for the diagonal's inverses.
+// value: v of a node counted from lane.row. u_out and out: column 2 pair of the warp's columns, node `row`, in the stash
+// (or null) and in the output. rows_left: nodes from there on.
+template <class Value>
+__device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const Columns (&state)[K_STEPS], const Shared& at, int panel,
+                                            int end, int rows_left, float* u_out, bf16* out, int out_stride,
+                                            const Lane& lane, Value value) {
+#pragma unroll 1
+    for (int first = panel; first < end; first += ROWS) {
+        int row[ROWS];  // where the panel ends with one tile it stands for both
+        unsigned v[ROWS][2];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            row[i] = min(first + i, end - 1);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                v[i][half] = row[i] * 16 + half * 8 < rows_left ? value(row[i], half) : 0;
+        }
+        RowTiles r, o;
+        multiply_state(r, o, state, at, row, lane);
+        right_hand_side(r, o, v, at, row, lane);
+        const uint4 *x[ROWS], *y[ROWS];
+        unsigned seen = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int tile = tiles_before(row[i]) - tiles_before(panel);
+            x[i] = at.x + tile * 96 + lane.lane;
+            y[i] = at.y + tile * 64 + lane.lane;
+            seen |= at.tiles[row[i]];
+        }
+        seen &= (1u << first) - 1;
+#pragma unroll
+        for (int j = 0; j + 1 < TILES; ++j)
+            if (seen >> j & 1) {
+                const uint4 *x_j[ROWS], *y_j[ROWS];
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    x_j[i] = x[i] + j * 96;
+                    y_j[i] = y[i] + j * 64;
+                }
+                take_out<ROWS>(r, o, x_j, y_j, u[j]);
+            }
+        if (first == panel) __syncthreads();
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            if (first + i < end) {
+                const uint4* diagonal = x[i] + (first + i) * 96;
+                const uint4 inverse[3] = {diagonal[0], diagonal[32], diagonal[64]};
+                Columns right, own;
+                as_columns(r[i], right);
+                float whole[4] = {}, rest[4] = {};
+#pragma unroll
+                for (int product = 0; product < 3; ++product) {
+                    mma_three_terms(rest, inverse, right, product);
+                    mma_three_terms(whole, inverse, right, product + 3);
+                }
+#pragma unroll
+                for (int e = 0; e < 4; ++e) whole[e] = r[i][e] + (whole[e] + rest[e]);
+                as_columns(whole, own);
+                if (i + 1 < ROWS) {
+                    const uint4* const x_j[1] = {x[ROWS - 1] + first * 96};
+                    const uint4* const y_j[1] = {y[ROWS - 1] + first * 64};
+                    take_out<1>(r + ROWS - 1, o + ROWS - 1, x_j, y_j, own);
+                }
+                const uint4* y_i = y[i] + (first + i) * 64;
+                mma_rows(o[i], y_i[32], own[0]);
+                mma_rows(o[i], y_i[0], own[1]);
+                mma_rows(o[i], y_i[0], own[0]);
+#pragma unroll
+                for (int j = i; j + 1 < TILES; j += ROWS)
+                    if (j == first + i)
+#pragma unroll
+                        for (int term = 0; term < 3; ++term) u[j][term] = own[term];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int node = (first + i) * 16 + half * 8;  // counted from lane.row
+                    if (node < rows_left) {
+                        const float norm = at.q_norm[node + lane.row];
+                        *reinterpret_cast<unsigned*>(out + node * out_stride) =
+                            pack_bf16(norm * o[i][half * 2], norm * o[i][half * 2 + 1]);
+                        if (u_out) *reinterpret_cast<float2*>(u_out + node * VALUE_DIM) = {whole[half * 2], whole[half * 2 + 1]};
+                    }
+                }
+            }
+    }
 }
 
 // Rows of padding, and of requests left out, are zero.
@@ -887,7 +1052,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
         __syncthreads();
     }
 
-    build_panel(at, 0, tiles, lane);
+    int end = PANEL == TILES ? tiles : panel_end(0, tiles);
+    build_panel(at, 0, end, lane);
     float* u_out = nullptr;
     if (row >= 0) {
         const Stash& stash = in.stash;
@@ -912,28 +1078,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     } else {
         __syncthreads();
     }
-    invert_diagonal(at, 0, tiles, lane);
-    float r[TILES][4], o[TILES][4];
-    values += lane.row * in.v_token + lane.warp * 8 + 2 * lane.pair;
-    multiply_state(r, o, s, at, count, tiles, lane, [&](int i, int half) {
+    invert_diagonal(at, 0, end, lane);
+    const int own_column = lane.warp * 8 + 2 * lane.pair, rows_left = count - lane.row;
+    values += lane.row * in.v_token + own_column;
+    const auto value = [&](int i, int half) {
         return OVERLAID ? *reinterpret_cast<const unsigned*>(values + (i * 16 + half * 8) * in.v_token)
                         : load_value(at.v, i, half, lane);
-    });
-    __syncthreads();
-    const int rows_left = count - lane.row;
-    solve_panel<0>(r, o, at, rows_left, tiles, u_out, lane);
-    if constexpr (PANEL < TILES) {
+    };
+    if constexpr (AT_ONCE) {
+        float r[TILES][4], o[TILES][4];
+        multiply_state_at_once(r, o, s, at, count, tiles, lane, value);
+        __syncthreads();
+        solve_at_once(r, o, at, rows_left, tiles, u_out, lane);
+        write_output(in, o, at, count, head, column, lane);
+    } else {
+        Columns state[K_STEPS], u[TILES];
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) as_columns(s[step], state[step]);
+        const int out_stride = int(in.heads.value_heads) * VALUE_DIM;
+        bf16* out = in.out + (first_token + lane.row) * int64(out_stride) + int64(head) * VALUE_DIM + column + own_column;
 #pragma unroll 1
-        for (int panel = PANEL; panel < tiles; panel += PANEL) {
+        for (int panel = 0;;) {
+            solve_panel(u, state, at, panel, end, rows_left, u_out, out, out_stride, lane, value);
+            if (PANEL == TILES || end == tiles) break;
+            panel = end;
+            end = panel_end(panel, tiles);
             __syncthreads();
-            build_panel(at, panel, tiles, lane);
+            build_panel(at, panel, end, lane);
             __syncthreads();
-            invert_diagonal(at, panel, tiles, lane);
-            __syncthreads();
-            solve_panel_at<PANEL>(panel, r, o, at, rows_left, tiles, u_out, lane);
+            invert_diagonal(at, panel, end, lane);
         }
     }
-    write_output(in, o, at, count, head, column, lane);
 }
 
 // Grid [value heads * SLICES, R, layers]: the accepted path's nodes into the state of `destination`.
