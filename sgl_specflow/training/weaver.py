@@ -46,7 +46,7 @@ from sgl_specflow.training.responses import Response, load_responses
 from sgl_specflow.training.rows import Batch, Rows
 from sgl_specflow.training.target_states import FrozenTarget, load_model
 from sgl_specflow.training.trainer import block_hidden
-from sgl_specflow.tree import TokenTree
+from sgl_specflow.tree import TokenTree, expansion_rounds
 
 LOSSES = ("forward_kl", "cross_entropy")
 REPORT_STEPS = 100
@@ -291,11 +291,18 @@ class WeaverAnswers(Answers):
 
 
 class WeaverDrafter(OfflineDrafter):
-    """An `OfflineDrafter` that also grows a Weaver's trees, `nodes` nodes a round."""
+    """An `OfflineDrafter` that also grows a Weaver's trees, `nodes` nodes a round; rounds: None: the default's number."""
 
-    def __init__(self, head: ReferenceHead, target: FrozenTarget, weaver: FoldedWeaver, nodes: int = 8):
+    def __init__(
+        self,
+        head: ReferenceHead,
+        target: FrozenTarget,
+        weaver: FoldedWeaver,
+        nodes: int = 8,
+        rounds: int | None = None,
+    ):
         super().__init__(head, target)
-        self.weaver, self.nodes = weaver, nodes
+        self.weaver, self.nodes, self.rounds = weaver, nodes, rounds
 
     @torch.inference_mode()
     def read(self, responses: list[Response], at_once: int = 64) -> WeaverAnswers:
@@ -316,8 +323,10 @@ class WeaverDrafter(OfflineDrafter):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         rows = torch.arange(len(anchor), device=anchor.device)
         committed = answers.final[rows, anchor - 1]
-        root, children = block[:, 0], self.width
-        return self.weaver.build_tree(root, committed, proposal, candidates, scores, budget, self.nodes, children)
+        rounds = self.rounds or expansion_rounds(budget, self.nodes)
+        return self.weaver.build_tree(
+            block[:, 0], committed, proposal, candidates, scores, budget, self.nodes, rounds, self.width
+        )
 
 
 def mean_accept_lengths(drafter: WeaverDrafter, responses: list[Response], budgets: tuple[int, ...]) -> list[dict]:
