@@ -20,7 +20,7 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.drafter.weaver import FoldedWeaver, load_weaver
 from sgl_specflow.training.target_states import FrozenTarget
-from sgl_specflow.tree import TokenTree, build_tree, expansion_rounds
+from sgl_specflow.tree import TokenTree, build_tree, expansion_rounds, expansion_width
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
 
 RECORDER = """
@@ -127,7 +127,10 @@ def reference_tree(
     if weaver:
         pool = log_probs(drafted[:depth]).topk(options.get("weaver_pool", VOCABULARY), dim=-1)
         inputs = (tokens[-1:], final[-1:], drafted[None], pool.indices[None], pool.values[None])
-        simultaneous, temperature = options.get("weaver_width", 8), options.get("weaver_temperature", 1.0)
+        simultaneous, temperature = (
+            options.get("weaver_width") or expansion_width(budget),
+            options.get("weaver_temperature", 1.0),
+        )
         rounds = options.get("weaver_rounds") or expansion_rounds(budget, simultaneous)
         return weaver.build_tree(*inputs, budget, simultaneous, rounds, width, temperature)
     best = log_probs(drafted[:depth]).topk(width, dim=-1)

@@ -27,7 +27,6 @@ from sgl_specflow.drafter.make import head_config, make_random_head
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime import hooks, start_checks
 from sgl_specflow.runtime.settings import AdapterSettings, Options, TreeSettings
-from sgl_specflow.tree import expansion_rounds
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +165,7 @@ def weaver(folder):
 def test_a_weavers_defaults_come_from_its_checkpoint(bidirectional, weaver):
     settings = settings_for(bidirectional, "DFLASH_TFM", weaver=str(weaver))
     assert (settings.depth, settings.block) == (7, 8)
-    rounds = expansion_rounds(settings.budget, 8)
-    assert settings.adapter == AdapterSettings(weaver, 8, rounds, VOCABULARY, 1.0, 7)
+    assert settings.adapter == AdapterSettings(weaver, 32, 2, VOCABULARY, 1.0, 7)
     given = dict(weaver=str(weaver), weaver_width=1, weaver_rounds=9, weaver_pool=3, weaver_temperature=2)
     narrow = settings_for(bidirectional, "DFLASH_TFM", 5, **given)
     assert narrow.adapter == AdapterSettings(weaver, 1, 9, 3, 2.0, 4) and narrow.depth == 4

@@ -10,9 +10,9 @@ one place for options that SGLang has no flag for:
 - `fp8_draft` (bool, default false): drafting reads FP8 copies of the head's large matrices and of the LM head. It changes
   which tokens are proposed, never what is accepted.
 - `weaver` (text; dflash_tfm only, which needs it): the Weaver adapter: a torch file, a folder or a hub id.
-- `weaver_width` (integer, default 8): nodes that the adapter expands at once. 1 is strict best-first search, which takes
-  budget - 1 rounds.
-- `weaver_rounds` (integer, default: from budget and width, `tree.expansion_rounds`): how often it does so.
+- `weaver_width` (integer, default: half of the budget, 32 at most): nodes that the adapter expands at once. 1 is strict
+  best-first search, which takes budget - 1 rounds.
+- `weaver_rounds` (integer, default: ceil((budget - 1) / weaver_width)): how often it does so.
 - `weaver_pool` (integer, default: what the adapter was trained with): tokens of a depth that compete.
 - `weaver_temperature` (number, default 1.0): divides the adapter's logits; above 1 trees grow wider.
 """
@@ -26,13 +26,12 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.weaver import WeaverConfig, find_weaver, load_weaver_config
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.names import DDTREE, DFLASH_TFM, JETFLOW, JETSPEC
-from sgl_specflow.tree import expansion_rounds
+from sgl_specflow.tree import expansion_rounds, expansion_width
 
 OPTIONS_VARIABLE = "SGL_SPECFLOW_OPTIONS"
 MIN_BUDGET, MAX_BUDGET = 2, 256
 DEFAULT_BUDGET = 64
 DEFAULT_WIDTH = 16
-DEFAULT_WEAVER_WIDTH = 8
 MAX_WEAVER_WIDTH = 64
 
 
@@ -111,7 +110,7 @@ class AdapterSettings:
     @classmethod
     def resolve(cls, path: Path, weaver: WeaverConfig, head: HeadConfig, budget: int, block: int, options: Options):
         """From the options; SpecflowConfigError names the one that is out of range."""
-        width = DEFAULT_WEAVER_WIDTH if options.weaver_width is None else options.weaver_width
+        width = expansion_width(budget) if options.weaver_width is None else options.weaver_width
         _in_range("weaver_width", width, 1, MAX_WEAVER_WIDTH, "nodes that the Weaver expands at once")
         rounds = expansion_rounds(budget, width) if options.weaver_rounds is None else options.weaver_rounds
         _in_range("weaver_rounds", rounds, 1, MAX_BUDGET - 1, "how often the Weaver expands nodes")

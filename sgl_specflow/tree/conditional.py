@@ -43,9 +43,14 @@ class Expansion:
     inside: torch.Tensor
 
 
+def expansion_width(budget: int) -> int:
+    """Nodes a round expands by default: half of the tree, 32 at most. Two such rounds find nearly the best-first tree."""
+    return min(32, max(1, budget // 2))
+
+
 def expansion_rounds(budget: int, width: int) -> int:
-    """Rounds of `width` nodes that a tree of `budget` nodes takes by default."""
-    return max(1, -(-budget // (2 * width)))
+    """Rounds by default: as many expansions as the tree has nodes, but for its last, which width 1 never expands."""
+    return max(1, -(-(budget - 1) // width))
 
 
 def build_conditional_tree(
@@ -58,6 +63,7 @@ def build_conditional_tree(
     rounds: int,
     children: int,
     max_depth: torch.Tensor | None = None,
+    tree_of_marginals: Callable[..., TokenTree] = build_tree,
 ) -> TokenTree:
     """The tree of at most `budget` nodes that `rounds` expansions of `width` nodes each find.
 
@@ -91,6 +97,7 @@ def build_conditional_tree(
         budget: B >= 1, the root included.
         width: w >= 1, nodes a round. rounds: >= 1. children: candidates considered a node beside its guesses, >= 1.
         max_depth: int64 [R], the greatest depth allowed to each request (0: the root only); D when not given.
+        tree_of_marginals: `marginals.build_tree`, or an equal that takes candidates in descending order.
 
     Returns:
         TokenTree; inside a depth, nodes stand in the order above.
@@ -103,7 +110,7 @@ def build_conditional_tree(
     limit = torch.full_like(root_token, depths) if max_depth is None else max_depth.clamp(max=depths)
     known = _Nodes.root(root_token, budget)
     if budget > 1:
-        guesses = _Guesses.of(_as_log_probs(marginals), width)
+        guesses = _Guesses.of(_as_log_probs(marginals), width, tree_of_marginals)
         for number in range(rounds):
             chosen = _choose(known, guesses, pool_tokens, limit, width, number * width)
             log_probs = _as_log_probs(log_probs_of(chosen.nodes))
@@ -129,17 +136,21 @@ class _Guesses:
     ancestors: torch.Tensor
 
     @classmethod
-    def of(cls, marginals: torch.Tensor, width: int) -> "_Guesses":
+    def of(cls, marginals: torch.Tensor, width: int, tree_of_marginals) -> "_Guesses":
         """marginals: float32 [R, D, P] <= 0."""
         requests, depths, pool = marginals.shape
         levels, ranks = max(1, min(width, depths) - 1), max(1, min(width - 1, pool))
         best, place = (part[:, :-1, :ranks] for part in marginals.sort(dim=2, descending=True, stable=True))
         pad = (0, 0, 0, levels)
         best, place = (
-            torch.nn.functional.pad(part, pad, value=value).unfold(1, levels, 1).transpose(2, 3).flatten(0, 1)
+            torch.nn.functional.pad(part, pad, value=value)
+            .unfold(1, levels, 1)
+            .transpose(2, 3)
+            .flatten(0, 1)
+            .contiguous()
             for part, value in ((best, -torch.inf), (place, 0))
         )
-        tree = build_tree(place.new_zeros(len(place)), best, place, width)
+        tree = tree_of_marginals(place.new_zeros(len(place)), best, place, width)
         shape = (requests, depths, width)
         depth, parent, place = (part.view(shape) for part in (tree.depth, tree.parent, tree.token))
         level = (torch.arange(depths, device=depth.device)[:, None] + depth - 1).clamp(min=0)

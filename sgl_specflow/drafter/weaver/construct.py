@@ -110,7 +110,16 @@ class FoldedWeaver:
         )
         marginals = (pool_scores if temperature == 1 else pool_scores / temperature).log_softmax(-1).float()
         return build_conditional_tree(
-            anchor, pool_tokens, marginals, state.log_probs, budget, width, rounds, children, max_depth
+            anchor,
+            pool_tokens,
+            marginals,
+            state.log_probs,
+            budget,
+            width,
+            rounds,
+            children,
+            max_depth,
+            self.steps.tree_of_marginals,
         )
 
 
