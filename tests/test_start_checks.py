@@ -166,9 +166,9 @@ def test_a_weavers_defaults_come_from_its_checkpoint(bidirectional, weaver):
     settings = settings_for(bidirectional, "DFLASH_TFM", weaver=str(weaver))
     assert (settings.depth, settings.block) == (7, 8)
     assert settings.adapter == AdapterSettings(weaver, 32, 2, VOCABULARY, 1.0, 7)
-    given = dict(weaver=str(weaver), weaver_width=1, weaver_rounds=9, weaver_pool=3, weaver_temperature=2)
+    given = dict(weaver=str(weaver), weaver_width=1, weaver_rounds=3, weaver_pool=3, weaver_temperature=2)
     narrow = settings_for(bidirectional, "DFLASH_TFM", 5, **given)
-    assert narrow.adapter == AdapterSettings(weaver, 1, 9, 3, 2.0, 4) and narrow.depth == 4
+    assert narrow.adapter == AdapterSettings(weaver, 1, 3, 3, 2.0, 4) and narrow.depth == 4
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_weavers_defaults_come_from_its_checkpoint(bidirectional, weaver):
         ({"weaver_width": 0}, "weaver_width 0"),
         ({"weaver_width": 65}, "weaver_width 65"),
         ({"weaver_rounds": 0}, "weaver_rounds 0"),
-        ({"weaver_rounds": 256}, "weaver_rounds 256"),
+        ({"weaver_rounds": 64}, "weaver_rounds 64"),
         ({"weaver_pool": 0}, "weaver_pool 0"),
         ({"weaver_pool": VOCABULARY + 1}, f"weaver_pool {VOCABULARY + 1}"),
         ({"weaver_temperature": 0}, "weaver_temperature 0"),

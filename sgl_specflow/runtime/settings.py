@@ -113,7 +113,7 @@ class AdapterSettings:
         width = expansion_width(budget) if options.weaver_width is None else options.weaver_width
         _in_range("weaver_width", width, 1, MAX_WEAVER_WIDTH, "nodes that the Weaver expands at once")
         rounds = expansion_rounds(budget, width) if options.weaver_rounds is None else options.weaver_rounds
-        _in_range("weaver_rounds", rounds, 1, MAX_BUDGET - 1, "how often the Weaver expands nodes")
+        _in_range("weaver_rounds", rounds, 1, budget - 1, "how often the Weaver expands nodes, below the budget")
         pool = weaver.candidate_pool_size if options.weaver_pool is None else options.weaver_pool
         _in_range("weaver_pool", pool, 1, head.vocab_size, "tokens of a depth that compete")
         temperature = 1.0 if options.weaver_temperature is None else options.weaver_temperature

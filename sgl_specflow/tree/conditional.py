@@ -184,7 +184,7 @@ def _choose(known: "_Nodes", guesses: _Guesses, pool_tokens, limit, width: int, 
     """The `width` nodes of highest estimated score among open nodes and what may follow them."""
     requests, depths, pool = pool_tokens.shape
     budget, device = known.score.shape[1], known.score.device
-    token, parent, depth, slot = known.fields
+    _, _, depth, slot = known.fields
     open_score = known.score.masked_fill((slot >= 0) | (depth >= limit[:, None]), -torch.inf)
     open_score, node = (part[:, :width] for part in open_score.sort(dim=1, descending=True, stable=True))
     token, parent, depth, _ = known.fields.gather(2, node.expand(4, -1, -1))
