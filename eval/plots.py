@@ -52,7 +52,7 @@ def acceptance_charts(rows: list[dict]) -> Charts:
         if (method := row.get("method", "one_pass")) != "one_pass":
             name += f", {method.replace('_', ' ')}"
         name += ", FP8 draft" if row.get("fp8_draft") else ""
-        name += f", w = {row['weaver_width']}" if row.get("weaver_width", 8) != 8 else ""
+        name += f", w = {row['weaver_width']}" if row.get("weaver_width") else ""
         return name + (" (offline)" if row["engine"] == "offline" else "")
 
     title = "Accept length, SmolLM2-135M, {}"

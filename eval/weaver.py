@@ -2,13 +2,14 @@
 
     python -m sgl_specflow.eval weaver --out eval/results/weaver_construction_h200.json
 
-One graph holds a whole construction from pools to tree (prefix, all rounds, layout), for one budget, width and batch; a
-figure is the median replay time. The head's pass, the pools and the verify pass are not in it: --step-ms BATCH:BUDGET:MS
-gives a measured step of the server, of which the row then states the share.
+One graph holds a whole construction from pools to tree (prefix, all rounds, layout), for one budget, width, number of
+rounds and batch; a figure is the median replay time. The head's pass, the pools and the verify pass are not in it:
+--step-ms BATCH:BUDGET:MS gives a measured step of the server, of which the row then states the share.
 """
 
 import argparse
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -76,6 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument(
+        "--rounds", type=int, nargs="*", default=[], help="instead of the default of a budget and width"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
@@ -86,10 +90,11 @@ def main(arguments: list[str] | None = None) -> None:
     for batch in options.batches:
         inputs = make_inputs(SHAPE, VOCABULARY, batch, "cuda", torch.bfloat16)
         for budget in options.budgets:
-            for width in options.widths:
-                build = functools.partial(weaver.build_tree, *inputs, budget, width, CHILDREN)
+            for width, rounds in itertools.product(options.widths, options.rounds or [None]):
+                rounds = rounds or expansion_rounds(budget, width)
+                build = functools.partial(weaver.build_tree, *inputs, budget, width, rounds, CHILDREN)
                 step, taken = steps.get((batch, budget)), microseconds([build])
-                row = {"budget": budget, "width": width, "batch": batch, "rounds": expansion_rounds(budget, width)}
+                row = {"budget": budget, "width": width, "batch": batch, "rounds": rounds}
                 row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
                 rows.append(row)
                 print(json.dumps(row), flush=True)

@@ -20,7 +20,7 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.drafter.weaver import FoldedWeaver, load_weaver
 from sgl_specflow.training.target_states import FrozenTarget
-from sgl_specflow.tree import TokenTree, build_tree
+from sgl_specflow.tree import TokenTree, build_tree, expansion_rounds, expansion_width
 from sgl_specflow.tree.refresh import rebuild_tree, refresh_block
 
 RECORDER = """
@@ -70,7 +70,7 @@ CASES = {
         {},
         20,
         ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "256"],
-        {"weaver_width": 3, "weaver_pool": 13, "weaver_temperature": 0.7},
+        {"weaver_width": 3, "weaver_rounds": 4, "weaver_pool": 13, "weaver_temperature": 0.7},
     ),
 }
 
@@ -127,8 +127,12 @@ def reference_tree(
     if weaver:
         pool = log_probs(drafted[:depth]).topk(options.get("weaver_pool", VOCABULARY), dim=-1)
         inputs = (tokens[-1:], final[-1:], drafted[None], pool.indices[None], pool.values[None])
-        simultaneous, temperature = options.get("weaver_width", 8), options.get("weaver_temperature", 1.0)
-        return weaver.build_tree(*inputs, budget, simultaneous, width, temperature)
+        simultaneous, temperature = (
+            options.get("weaver_width") or expansion_width(budget),
+            options.get("weaver_temperature", 1.0),
+        )
+        rounds = options.get("weaver_rounds") or expansion_rounds(budget, simultaneous)
+        return weaver.build_tree(*inputs, budget, simultaneous, rounds, width, temperature)
     best = log_probs(drafted[:depth]).topk(width, dim=-1)
     first = budget // 2 if refresh else budget
     tree = build_tree(tokens[-1:], best.values[None].float(), best.indices[None], first)

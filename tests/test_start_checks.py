@@ -143,6 +143,7 @@ def test_defaults_come_from_the_head(causal, bidirectional):
         '{"weaver": 3}',
         '{"weaver": ""}',
         '{"weaver_width": true}',
+        '{"weaver_rounds": 2.5}',
         '{"weaver_pool": 1.5}',
         '{"weaver_temperature": "hot"}',
     ],
@@ -164,11 +165,10 @@ def weaver(folder):
 def test_a_weavers_defaults_come_from_its_checkpoint(bidirectional, weaver):
     settings = settings_for(bidirectional, "DFLASH_TFM", weaver=str(weaver))
     assert (settings.depth, settings.block) == (7, 8)
-    assert settings.adapter == AdapterSettings(weaver, 8, VOCABULARY, 1.0, 7)
-    narrow = settings_for(
-        bidirectional, "DFLASH_TFM", 5, weaver=str(weaver), weaver_width=1, weaver_pool=3, weaver_temperature=2
-    )
-    assert narrow.adapter == AdapterSettings(weaver, 1, 3, 2.0, 4) and narrow.depth == 4
+    assert settings.adapter == AdapterSettings(weaver, 32, 2, VOCABULARY, 1.0, 7)
+    given = dict(weaver=str(weaver), weaver_width=1, weaver_rounds=3, weaver_pool=3, weaver_temperature=2)
+    narrow = settings_for(bidirectional, "DFLASH_TFM", 5, **given)
+    assert narrow.adapter == AdapterSettings(weaver, 1, 3, 3, 2.0, 4) and narrow.depth == 4
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,9 @@ def test_a_weavers_defaults_come_from_its_checkpoint(bidirectional, weaver):
         ({"weaver": None}, "without a Weaver"),
         ({"weaver": "/nowhere/weaver.pt"}, "/nowhere/weaver.pt"),
         ({"weaver_width": 0}, "weaver_width 0"),
-        ({"weaver_width": 257}, "weaver_width 257"),
+        ({"weaver_width": 65}, "weaver_width 65"),
+        ({"weaver_rounds": 0}, "weaver_rounds 0"),
+        ({"weaver_rounds": 64}, "weaver_rounds 64"),
         ({"weaver_pool": 0}, "weaver_pool 0"),
         ({"weaver_pool": VOCABULARY + 1}, f"weaver_pool {VOCABULARY + 1}"),
         ({"weaver_temperature": 0}, "weaver_temperature 0"),
@@ -193,7 +195,8 @@ def test_weaver_options_out_of_range_are_refused_by_name(bidirectional, weaver, 
 
 
 @pytest.mark.parametrize(
-    "option", [{"weaver": "x"}, {"weaver_width": 8}, {"weaver_pool": 4}, {"weaver_temperature": 1.0}]
+    "option",
+    [{"weaver": "x"}, {"weaver_width": 8}, {"weaver_rounds": 2}, {"weaver_pool": 4}, {"weaver_temperature": 1.0}],
 )
 def test_weaver_options_with_another_algorithm_are_refused(causal, bidirectional, option):
     for head, algorithm in ((causal, "JETFLOW"), (bidirectional, "DDTREE")):
@@ -227,10 +230,10 @@ def test_weights_that_want_more_than_tensors_are_refused(bidirectional, folder):
 
 def test_a_start_with_a_weaver_says_what_was_resolved(target, bidirectional, weaver):
     flags = {"x": ["--model-path", target, *tree_flags("dflash_tfm", bidirectional, 8)]}
-    error, lines = resolve_all(flags, weaver_options(weaver, weaver_width=4))["x"]
+    error, lines = resolve_all(flags, weaver_options(weaver, weaver_width=4, weaver_rounds=2))["x"]
     assert error is None and len(lines) == 1
     assert "dflash_tfm, bidirectional head, budget 8 nodes, depth 7" in lines[0]
-    assert f"Weaver {weaver}: 4 nodes at once, pool 16, temperature 1" in lines[0]
+    assert f"Weaver {weaver}: 2 rounds of 4 nodes, pool 16, temperature 1" in lines[0]
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------

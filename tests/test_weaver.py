@@ -161,7 +161,7 @@ def folded(case, dtype=torch.float64, embedding=None, lm_head=None):
     )
 
 
-def reference_tree(case, budget, width, children, temperature=1.0, max_depth=None):
+def reference_tree(case, budget, width, rounds, children, temperature=1.0, max_depth=None):
     """The tree with every node's log-probabilities from the reference, over whole paths, nothing remembered."""
     config, tensors, embedding, lm_head, anchor, committed, proposal, pool_tokens, pool_scores = case
     weaver = ReferenceWeaver(config, tensors)
@@ -171,10 +171,10 @@ def reference_tree(case, budget, width, children, temperature=1.0, max_depth=Non
     def log_probs(nodes):
         out = torch.empty(requests, nodes.token.shape[1], pool_tokens.shape[2])
         for r in range(requests):
-            new = []
             for i, token in enumerate(nodes.token[r].tolist()):
-                path = [*(paths[r][nodes.parent[r, i]] if nodes.first_slot else []), token][: config.depth]
-                new.append(path)
+                above = paths[r][nodes.parent[r, i]] if nodes.depth[r, i] else []
+                path = [*above, token][: config.depth]
+                paths[r].append(path)
                 depth = torch.arange(len(path))[None]
                 chain = torch.ones(1, len(path), len(path), dtype=torch.bool).tril()
                 state = weaver.node_states(
@@ -183,30 +183,31 @@ def reference_tree(case, budget, width, children, temperature=1.0, max_depth=Non
                 level = len(path) - 1
                 logits = weaver.pool_logits(state, pool_scores[r, level], lm_head[pool_tokens[r, level]][None, None])
                 out[r, i] = (logits[0, 0] / temperature).log_softmax(-1)
-            paths[r] += new
         return out
 
-    return build_conditional_tree(anchor, pool_tokens, log_probs, budget, width, children, max_depth)
+    marginals = (pool_scores / temperature).log_softmax(-1).float()
+    return build_conditional_tree(anchor, pool_tokens, marginals, log_probs, budget, width, rounds, children, max_depth)
 
 
 @pytest.mark.parametrize(
-    "budget, width, children, temperature, limits",
+    "budget, width, rounds, children, temperature, limits",
     [
-        (1, 8, 4, 1.0, None),
-        (24, 1, 12, 1.0, None),
-        (33, 8, 12, 1.0, [0, 2, 7]),
-        (40, 5, 6, 0.5, None),
-        (64, 16, 12, 2.0, None),
+        (1, 8, 1, 4, 1.0, None),
+        (24, 1, 23, 12, 1.0, None),
+        (33, 8, 4, 12, 1.0, [0, 2, 7]),
+        (40, 5, 3, 6, 0.5, None),
+        (64, 16, 2, 12, 2.0, None),
+        (20, 20, 1, 12, 1.0, None),
     ],
 )
-def test_the_construction_grows_the_reference_tree(case, budget, width, children, temperature, limits):
+def test_the_construction_grows_the_reference_tree(case, budget, width, rounds, children, temperature, limits):
     *_, anchor, committed, proposal, pool_tokens, pool_scores = case
     limits = None if limits is None else torch.tensor(limits)
     tree = folded(case).build_tree(
-        anchor, committed, proposal, pool_tokens, pool_scores, budget, width, children, temperature, limits
+        anchor, committed, proposal, pool_tokens, pool_scores, budget, width, rounds, children, temperature, limits
     )
     tree.check()
-    expected = reference_tree(case, budget, width, children, temperature, limits)
+    expected = reference_tree(case, budget, width, rounds, children, temperature, limits)
     for name in ("token", "parent", "depth", "ancestors", "node_count"):
         assert torch.equal(getattr(tree, name), getattr(expected, name)), name
 
@@ -214,7 +215,7 @@ def test_the_construction_grows_the_reference_tree(case, budget, width, children
 def test_a_branch_changes_its_childrens_order(case):
     """Conditional: somewhere two nodes of one depth have differently ordered children."""
     *_, anchor, committed, proposal, pool_tokens, pool_scores = case
-    tree = folded(case).build_tree(anchor, committed, proposal, pool_tokens, pool_scores, 200, 8, 12)
+    tree = folded(case).build_tree(anchor, committed, proposal, pool_tokens, pool_scores, 200, 8, 25, 12)
     first_child = {}
     for path in paths_of(tree, 0):
         first_child.setdefault(path[:-1], path[-1])
@@ -237,7 +238,7 @@ def test_only_the_pools_rows_of_the_vocabulary_matter(case):
     outside[anchor] = False
     embedding = case[2].clone()
     embedding[outside] = torch.nan
-    inputs = (anchor, committed, proposal, pool_tokens, pool_scores, 40, 8, 12)
+    inputs = (anchor, committed, proposal, pool_tokens, pool_scores, 40, 8, 3, 12)
     tree, plain = (
         folded(case, embedding=embedding, lm_head=lm_head).build_tree(*inputs),
         folded(case).build_tree(*inputs),
@@ -250,9 +251,9 @@ def test_only_the_pools_rows_of_the_vocabulary_matter(case):
 
 def test_a_request_is_drafted_alike_alone_and_in_a_batch(case):
     weaver, inputs = folded(case), case[4:]
-    together = weaver.build_tree(*inputs, 48, 8, 12)
+    together = weaver.build_tree(*inputs, 48, 8, 3, 12)
     for r in range(3):
-        alone = weaver.build_tree(*(tensor[r : r + 1] for tensor in inputs), 48, 8, 12)
+        alone = weaver.build_tree(*(tensor[r : r + 1] for tensor in inputs), 48, 8, 3, 12)
         assert torch.equal(alone.token[0], together.token[r]) and torch.equal(alone.parent[0], together.parent[r])
 
 
@@ -260,16 +261,16 @@ def test_a_request_is_drafted_alike_alone_and_in_a_batch(case):
 def test_the_construction_runs_in_serving_dtypes(case, dtype):
     *_, anchor, committed, proposal, pool_tokens, pool_scores = case
     inputs = (anchor, committed.to(dtype), proposal.to(dtype), pool_tokens, pool_scores.float())
-    tree = folded(case, dtype).build_tree(*inputs, 32, 8, 12)
+    tree = folded(case, dtype).build_tree(*inputs, 32, 8, 3, 12)
     tree.check()
     if dtype == torch.float32:
-        assert torch.equal(tree.token, reference_tree(case, 32, 8, 12).token)
+        assert torch.equal(tree.token, reference_tree(case, 32, 8, 3, 12).token)
 
 
 def test_a_shallower_tree_reads_a_shorter_prefix_and_fewer_pools(case):
     *_, anchor, committed, proposal, pool_tokens, pool_scores = case
     tree = folded(case).build_tree(
-        anchor, committed, proposal[:, :5], pool_tokens[:, :3], pool_scores[:, :3], 30, 4, 12
+        anchor, committed, proposal[:, :5], pool_tokens[:, :3], pool_scores[:, :3], 30, 4, 5, 12
     )
     tree.check()
     assert tree.depth.max() == 3
@@ -289,16 +290,16 @@ def test_a_cuda_graph_holds_the_whole_construction():
     first, second = (weaver_benchmark.make_inputs(config, 500, 3, "cuda", torch.float32) for _ in range(2))
     held = tuple(tensor.clone() for tensor in first)
     with torch.cuda.stream(torch.cuda.Stream()):
-        weaver.build_tree(*held, 64, 8, 12)
+        weaver.build_tree(*held, 64, 8, 4, 12)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tree = weaver.build_tree(*held, 64, 8, 12)
+        tree = weaver.build_tree(*held, 64, 8, 4, 12)
     for inputs in (first, second):
         for place, tensor in zip(held, inputs):
             place.copy_(tensor)
         graph.replay()
-        expected = weaver.build_tree(*inputs, 64, 8, 12)
+        expected = weaver.build_tree(*inputs, 64, 8, 4, 12)
         expected.check()
         assert torch.equal(tree.token, expected.token) and torch.equal(tree.parent, expected.parent)
 

@@ -41,7 +41,7 @@ def compare(got, expected, dtype):
     torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-ATTEND = [(1, 1, 2, 8, 8), (3, 8, 4, 8, 17), (2, 5, 1, 24, 40), (2, 3, 2, 64, 33)]
+ATTEND = [(1, 1, 2, 8, 8), (3, 8, 4, 8, 17), (2, 5, 1, 24, 40), (2, 40, 2, 64, 33)]
 LOGITS = [(1, 1, 3, 12, 32), (2, 5, 4, 37, 48), (3, 8, 7, 16, 300)]
 
 
@@ -59,7 +59,10 @@ def test_attend(requests, count, heads, dim, first, dtype):
     turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=2)
     keys, values = (torch.randn(requests, heads, places, dim, device=DEVICE, dtype=dtype) for _ in range(2))
     visible = torch.rand(requests, count, places, device=DEVICE) < 0.5
-    visible[:, :, first:] = torch.arange(places - first, device=DEVICE) == torch.arange(count, device=DEVICE)[:, None]
+    # Of their own call, entries see themselves and some before them.
+    visible[:, :, first + count :] = False
+    visible[:, :, first : first + count] &= torch.ones(count, count, dtype=torch.bool, device=DEVICE).tril()
+    visible[:, :, first : first + count] |= torch.eye(count, dtype=torch.bool, device=DEVICE)
     own_keys, own_values = keys.clone(), values.clone()
     got = triton_steps.attend(qkv, turn, own_keys, own_values, first, visible)
     expected = steps.attend(qkv, turn, keys, values, first, visible)
@@ -109,7 +112,7 @@ def test_whole_trees():
     inputs = torch.tensor([3, 9], device=DEVICE), torch.randn(2, 24, device=DEVICE), proposal, tokens, scores
     trees = [
         FoldedWeaver(config, random_weaver(config), embedding, lm_head, torch.float32, kind).build_tree(
-            *inputs, 33, 8, 12
+            *inputs, 33, 8, 3, 12
         )
         for kind in ("torch", "triton")
     ]

@@ -180,7 +180,7 @@ def test_offline_passes_are_those_of_drafts_at_each_anchor(head, target, respons
     """Answers of unequal lengths walked at once, against each alone with the pools of `draft`."""
     config = tiny_weaver()
     folded = FoldedWeaver(config, random_weaver(config), target.embedding, target.lm_head, torch.float32)
-    drafter = WeaverDrafter(head, target, folded, nodes=4)
+    drafter = WeaverDrafter(head, target, folded, nodes=4, rounds=3)
     some = [dataclasses.replace(r, tokens=r.tokens[: 38 - 4 * i]) for i, r in enumerate(responses[:5])]
     together = verify_passes(drafter.read(some), lambda *at: drafter.conditional_tree(*at, 16), 5).tolist()
     for response, passes in zip(some, together, strict=True):
@@ -190,7 +190,8 @@ def test_offline_passes_are_those_of_drafts_at_each_anchor(head, target, respons
             blocks = make_blocks(batch.row, head.config, anchor, torch.zeros(1, 1, dtype=torch.long), 7.0)
             d = draft(packed(head), target, batch, blocks, 24)
             root = response.tokens[anchor]
-            tree = folded.build_tree(root, d.committed, d.proposal, d.pool_tokens, d.pool_scores, 16, 4, drafter.width)
+            inputs = root, d.committed, d.proposal, d.pool_tokens, d.pool_scores
+            tree = folded.build_tree(*inputs, 16, 4, 3, drafter.width)
             length = accepted(tree, response.tokens[place + 1 :].tolist())
             place, count = place + length, count + 1
         assert passes == count

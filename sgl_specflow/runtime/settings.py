@@ -10,8 +10,9 @@ one place for options that SGLang has no flag for:
 - `fp8_draft` (bool, default false): drafting reads FP8 copies of the head's large matrices and of the LM head. It changes
   which tokens are proposed, never what is accepted.
 - `weaver` (text; dflash_tfm only, which needs it): the Weaver adapter: a torch file, a folder or a hub id.
-- `weaver_width` (integer, default 8): nodes that the adapter expands at once. 1 is strict best-first search; more takes
-  fewer rounds, ceil((budget - 1) / weaver_width).
+- `weaver_width` (integer, default: half of the budget, 32 at most): nodes that the adapter expands at once. 1 is strict
+  best-first search, which takes budget - 1 rounds.
+- `weaver_rounds` (integer, default: ceil((budget - 1) / weaver_width)): how often it does so.
 - `weaver_pool` (integer, default: what the adapter was trained with): tokens of a depth that compete.
 - `weaver_temperature` (number, default 1.0): divides the adapter's logits; above 1 trees grow wider.
 """
@@ -25,12 +26,13 @@ from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.weaver import WeaverConfig, find_weaver, load_weaver_config
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.names import DDTREE, DFLASH_TFM, JETFLOW, JETSPEC
+from sgl_specflow.tree import expansion_rounds, expansion_width
 
 OPTIONS_VARIABLE = "SGL_SPECFLOW_OPTIONS"
 MIN_BUDGET, MAX_BUDGET = 2, 256
 DEFAULT_BUDGET = 64
 DEFAULT_WIDTH = 16
-DEFAULT_WEAVER_WIDTH = 8
+MAX_WEAVER_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Options:
     fp8_draft: bool = False
     weaver: str | None = None
     weaver_width: int | None = None
+    weaver_rounds: int | None = None
     weaver_pool: int | None = None
     weaver_temperature: float | None = None
 
@@ -79,6 +82,7 @@ OPTION_KINDS = {
     "fp8_draft": ("true or false", lambda value: type(value) is bool),
     "weaver": ("a path or hub id", lambda value: isinstance(value, str) and bool(value.strip())),
     "weaver_width": ("an integer", lambda value: type(value) is int),
+    "weaver_rounds": ("an integer", lambda value: type(value) is int),
     "weaver_pool": ("an integer", lambda value: type(value) is int),
     "weaver_temperature": ("a number", lambda value: type(value) in (int, float)),
 }
@@ -90,7 +94,7 @@ class AdapterSettings:
 
     Attributes:
         path: its torch file or folder.
-        width: nodes expanded at once (w).
+        width: nodes expanded at once (w). rounds: how often.
         pool: tokens of a depth that compete (P).
         temperature: divides its logits.
         prefix: depths of the head whose hidden states it reads.
@@ -98,21 +102,24 @@ class AdapterSettings:
 
     path: Path
     width: int
+    rounds: int
     pool: int
     temperature: float
     prefix: int
 
     @classmethod
-    def resolve(cls, path: Path, weaver: WeaverConfig, head: HeadConfig, block: int, options: Options):
+    def resolve(cls, path: Path, weaver: WeaverConfig, head: HeadConfig, budget: int, block: int, options: Options):
         """From the options; SpecflowConfigError names the one that is out of range."""
-        width = DEFAULT_WEAVER_WIDTH if options.weaver_width is None else options.weaver_width
-        _in_range("weaver_width", width, 1, MAX_BUDGET, "nodes that the Weaver expands at once")
+        width = expansion_width(budget) if options.weaver_width is None else options.weaver_width
+        _in_range("weaver_width", width, 1, MAX_WEAVER_WIDTH, "nodes that the Weaver expands at once")
+        rounds = expansion_rounds(budget, width) if options.weaver_rounds is None else options.weaver_rounds
+        _in_range("weaver_rounds", rounds, 1, budget - 1, "how often the Weaver expands nodes, below the budget")
         pool = weaver.candidate_pool_size if options.weaver_pool is None else options.weaver_pool
         _in_range("weaver_pool", pool, 1, head.vocab_size, "tokens of a depth that compete")
         temperature = 1.0 if options.weaver_temperature is None else options.weaver_temperature
         if not 0.01 <= temperature <= 100:
             raise _refusal(f"weaver_temperature {temperature}", "0.01 to 100", "give a value in that range")
-        return cls(path, width, pool, float(temperature), min(weaver.depth, block - 1))
+        return cls(path, width, rounds, pool, float(temperature), min(weaver.depth, block - 1))
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ class TreeSettings:
         depth = min(depth, budget - 1)
         # A causal head's marginals do not see past their depth; a bidirectional one was trained on whole blocks.
         block = depth + 1 if head.causal_head else min(head.block_size, budget)
-        adapter = AdapterSettings.resolve(path, weaver, head, block, options) if weaver else None
+        adapter = AdapterSettings.resolve(path, weaver, head, budget, block, options) if weaver else None
         return cls(
             algorithm=algorithm,
             budget=budget,
@@ -206,8 +213,8 @@ class TreeSettings:
         more = f"path refresh {'on' if self.path_refresh else 'off'}"
         if self.adapter:
             more = (
-                f"Weaver {self.adapter.path}: {self.adapter.width} nodes at once, pool {self.adapter.pool}, temperature "
-                f"{self.adapter.temperature:g}"
+                f"Weaver {self.adapter.path}: {self.adapter.rounds} rounds of {self.adapter.width} nodes, pool "
+                f"{self.adapter.pool}, temperature {self.adapter.temperature:g}"
             )
         if self.fp8_draft:
             more += ", FP8 draft weights"

@@ -53,6 +53,7 @@ class WeaverDrafter(ParallelDrafter):
             scores.view(shape),
             settings.budget,
             adapter.width,
+            adapter.rounds,
             settings.width,
             adapter.temperature,
             limits,

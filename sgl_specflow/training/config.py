@@ -178,7 +178,7 @@ class EvaluateConfig:
         heads: head folders. out: the JSON file. rows: prompts a data set (MT-Bench has 80).
         budgets: tree budgets; the chain of a block is measured too. path_refresh: budgets of two passes, causal heads.
         weavers: a head folder's Weaver adapter, by that folder; weaver_widths: nodes that it expands at once, each measured
-            at each budget.
+            at each budget, in the server's default number of rounds.
         continuations: a file that keeps the target's greedy answers between runs, or none.
         width: children considered a depth, SGLang's --speculative-eagle-topk; 16 is what this package serves.
         commit: the code's commit, where it runs outside its checkout.

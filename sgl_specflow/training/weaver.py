@@ -46,7 +46,7 @@ from sgl_specflow.training.responses import Response, load_responses
 from sgl_specflow.training.rows import Batch, Rows
 from sgl_specflow.training.target_states import FrozenTarget, load_model
 from sgl_specflow.training.trainer import block_hidden
-from sgl_specflow.tree import TokenTree
+from sgl_specflow.tree import TokenTree, expansion_rounds, expansion_width
 
 LOSSES = ("forward_kl", "cross_entropy")
 REPORT_STEPS = 100
@@ -291,11 +291,18 @@ class WeaverAnswers(Answers):
 
 
 class WeaverDrafter(OfflineDrafter):
-    """An `OfflineDrafter` that also grows a Weaver's trees, `nodes` nodes a round."""
+    """An `OfflineDrafter` that also grows a Weaver's trees, `nodes` nodes a round, in `rounds`; None: the default."""
 
-    def __init__(self, head: ReferenceHead, target: FrozenTarget, weaver: FoldedWeaver, nodes: int = 8):
+    def __init__(
+        self,
+        head: ReferenceHead,
+        target: FrozenTarget,
+        weaver: FoldedWeaver,
+        nodes: int | None = None,
+        rounds: int | None = None,
+    ):
         super().__init__(head, target)
-        self.weaver, self.nodes = weaver, nodes
+        self.weaver, self.nodes, self.rounds = weaver, nodes, rounds
 
     @torch.inference_mode()
     def read(self, responses: list[Response], at_once: int = 64) -> WeaverAnswers:
@@ -316,8 +323,10 @@ class WeaverDrafter(OfflineDrafter):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         rows = torch.arange(len(anchor), device=anchor.device)
         committed = answers.final[rows, anchor - 1]
+        nodes = self.nodes or expansion_width(budget)
+        rounds = self.rounds or expansion_rounds(budget, nodes)
         root, children = block[:, 0], self.width
-        return self.weaver.build_tree(root, committed, proposal, candidates, scores, budget, self.nodes, children)
+        return self.weaver.build_tree(root, committed, proposal, candidates, scores, budget, nodes, rounds, children)
 
 
 def mean_accept_lengths(drafter: WeaverDrafter, responses: list[Response], budgets: tuple[int, ...]) -> list[dict]:
@@ -341,7 +350,7 @@ def mean_accept_lengths(drafter: WeaverDrafter, responses: list[Response], budge
             "source": source,
             "drafter": name,
             "budget": budget,
-            "width": drafter.nodes if name == "dflash_tfm" else None,
+            "width": drafter.nodes or expansion_width(budget) if name == "dflash_tfm" else None,
             "accept_length": round(of_source[source], 4),
             "responses": counts[source],
         }
@@ -405,7 +414,8 @@ def main() -> None:
     parser.add_argument("--mlp", type=int, default=1408)
     parser.add_argument("--pool", type=int, default=512, help="candidates a depth")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64], help="of the held-out accept length")
-    parser.add_argument("--width", type=int, default=8, help="nodes a round when trees are measured")
+    parser.add_argument("--width", type=int, help="nodes a round when trees are measured; default: the server's")
+    parser.add_argument("--rounds", type=int, help="how many rounds then; default: the server's")
     parser.add_argument("--held-out", type=int, default=96, help="held-out responses that are measured (0: none)")
     arguments = parser.parse_args()
 
@@ -441,7 +451,7 @@ def main() -> None:
 
     _, stored = load_weaver(arguments.out)
     folded = FoldedWeaver(config, stored, target.embedding, target.lm_head, dtype)
-    drafter = WeaverDrafter(head, target, folded, arguments.width)
+    drafter = WeaverDrafter(head, target, folded, arguments.width, arguments.rounds)
     # Offline accept length is that of greedy decoding: only greedy answers tell it.
     held_out = [response for response in responses if response.held_out and response.greedy]
     run = {

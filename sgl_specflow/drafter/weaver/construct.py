@@ -5,9 +5,10 @@ both ends become tables over the vocabulary, `token_in(embed_norm(embedding))` a
 out_norm`. A node then costs one row of the first table, the blocks, and P rows of the second: d_rank numbers a
 candidate instead of d_model, and never a projection to the whole vocabulary.
 
-Each node's keys and values are written once, behind the prefix's, at its slot (its place in the order of selection);
-who its ancestors are is a row of flags gathered from its parent's. No host synchronisation and shapes that depend on
-budget, width and batch only: a CUDA graph can hold the whole construction.
+Each node's keys and values are written once, behind the prefix's, at its slot (its place in the order of expansion);
+who its ancestors are is a row of flags gathered from an earlier ancestor's, and those of its own round beside them. No
+host synchronisation and shapes that depend on budget, width, rounds and batch only: a CUDA graph can hold the whole
+construction.
 """
 
 import torch
@@ -83,16 +84,18 @@ class FoldedWeaver:
         pool_scores: Tensor,
         budget: int,
         width: int,
+        rounds: int,
         children: int,
         temperature: float = 1.0,
         max_depth: Tensor | None = None,
     ) -> TokenTree:
-        """The tree of at most `budget` nodes, by best-first expansion of `width` nodes a round.
+        """The tree of at most `budget` nodes, by `rounds` expansions of `width` nodes each.
 
         A path u_1..u_n scores sum_i log q(u_i | x, h, u_1..u_{i-1}), where q(. | .) is the softmax over the P candidates
         of depth i alone of (head's score + adapter's residual) / temperature. It is a distribution over the pool, not
         over the vocabulary: what the target may say outside the pool has probability 0, so scores of different depths
-        are each relative to what their pool can say. Acceptance does not depend on them.
+        are each relative to what their pool can say. Acceptance does not depend on them. What a round guesses comes from
+        the softmax over the head's scores alone, at the same temperature.
 
         Args:
             anchor: int64 [R].
@@ -100,12 +103,24 @@ class FoldedWeaver:
             proposal_hidden: [R, k, d_model], the head's output hidden states of depths 1..k, k <= K.
             pool_tokens: int64 [R, D, P], distinct inside a depth, D <= K.
             pool_scores: float32 [R, D, P], the head's logits or log-probabilities of them.
-            budget, width, children, max_depth: as in `build_conditional_tree`.
+            budget, width, rounds, children, max_depth: as in `build_conditional_tree`.
         """
         state = _Construction(
-            self, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, budget, temperature
+            self, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, width * rounds, temperature
         )
-        return build_conditional_tree(anchor, pool_tokens, state.log_probs, budget, width, children, max_depth)
+        marginals = (pool_scores if temperature == 1 else pool_scores / temperature).log_softmax(-1).float()
+        return build_conditional_tree(
+            anchor,
+            pool_tokens,
+            marginals,
+            state.log_probs,
+            budget,
+            width,
+            rounds,
+            children,
+            max_depth,
+            self.steps.tree_of_marginals,
+        )
 
 
 class _Construction:
@@ -123,7 +138,7 @@ class _Construction:
         proposal_hidden,
         pool_tokens,
         pool_scores,
-        budget,
+        slots,
         temperature,
     ):
         config, device = weaver.config, anchor.device
@@ -131,14 +146,13 @@ class _Construction:
         self.pool_tokens = pool_tokens.contiguous()
         self.pool_scores = pool_scores + weaver.query_bias[pool_tokens]
         requests, self.prefix = anchor.shape[0], proposal_hidden.shape[1] + 1
-        places = _whole_eights(self.prefix + budget)
+        places = _whole_eights(self.prefix + slots)
         shape = (config.num_layers, requests, config.num_heads, places, config.head_dim)
         self.keys = torch.zeros(shape, dtype=weaver.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         # Row s: the places that the node in slot s attends to.
-        self.visible = torch.zeros(requests, budget, places, dtype=torch.bool, device=device)
+        self.visible = torch.zeros(requests, slots, places, dtype=torch.bool, device=device)
         place = torch.arange(places, device=device)
-        self.own = place == self.prefix + torch.arange(budget, device=device)[:, None]
         self.whole_prefix = place < self.prefix
         self._run_prefix(committed_hidden, proposal_hidden, place)
 
@@ -153,16 +167,14 @@ class _Construction:
         """[R, n, P] for `build_conditional_tree`."""
         weaver, first = self.weaver, nodes.first_slot
         count = nodes.token.shape[1]
-        own = self.own[first : first + count]
         if first == 0:
-            visible = (own | self.whole_prefix).repeat(nodes.token.shape[0], 1, 1)
+            visible = self.whole_prefix.repeat(nodes.token.shape[0], count, 1)
         else:
-            parents = nodes.parent[:, :, None].expand(-1, -1, self.visible.shape[2])
-            visible = self.visible.gather(1, parents) | own
+            visible = self.visible.gather(1, nodes.above[:, :, None].expand(-1, -1, self.visible.shape[2]))
+        visible[:, :, self.prefix + first : self.prefix + first + count] = nodes.inside
         self.visible[:, first : first + count] = visible
 
-        # A dead node may stand deeper than K; what it says is ignored.
-        position = (nodes.depth + 1).clamp(max=weaver.turn.shape[0] - 1)
+        position = nodes.depth + 1
         x = F.embedding(nodes.token, weaver.token_table)
         query = self._run(x, weaver.turn[position], self.prefix + first, visible, attend=weaver.steps.attend)
         logits = weaver.steps.pool_logits(

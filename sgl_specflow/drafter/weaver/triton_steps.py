@@ -1,7 +1,7 @@
 """The functions of `steps` as one Triton kernel each, for the few rows of a round: what counts there is the number of
 kernels. Same contracts; see `steps` for shapes.
 
-`attend` relies on one thing more: no entry sees another entry of the same call but itself, as in a round of a tree.
+Programs of one launch may not read what others of it write: `attend` makes the keys of its own call anew from qkv.
 """
 
 import torch
@@ -10,6 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_specflow.drafter.weaver.reference import EPS
+from sgl_specflow.kernels.tree_step import tree_from_marginals
+
+tree_of_marginals = tree_from_marginals
 
 KEY_BLOCK = 32
 CANDIDATE_BLOCK = 16
@@ -36,6 +39,7 @@ def _attend_kernel(
     cos = tl.load(turn + entry * 2 * DIM + half, mask=inside, other=0.0)
     sin = tl.load(turn + entry * 2 * DIM + DIM + DIM // 2 + half, mask=inside, other=0.0)
     kept = keys.dtype.element_ty
+    # Rounded as a kept key is.
     turned_q1, turned_q2 = (q1 * cos - q2 * sin).to(kept).to(tl.float32), (q2 * cos + q1 * sin).to(kept).to(tl.float32)
     turned_k1, turned_k2 = (k1 * cos - k2 * sin).to(kept), (k2 * cos + k1 * sin).to(kept)
     base = (request * HEADS + head) * places * DIM
@@ -61,6 +65,32 @@ def _attend_kernel(
         old = tl.exp(highest - new_highest)
         value1 = tl.load(values + tile, mask=wanted, other=0.0).to(tl.float32)
         value2 = tl.load(values + tile + DIM // 2, mask=wanted, other=0.0).to(tl.float32)
+        weight = weight * old + tl.sum(part, 0)
+        sum1 = sum1 * old + tl.sum(part[:, None] * value1, 0)
+        sum2 = sum2 * old + tl.sum(part[:, None] * value2, 0)
+        highest = new_highest
+
+    call = request * count
+    for start in range(0, count, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        seen = tl.load(visible + entry * places + first + other, mask=other < count, other=0) != 0
+        seen = seen & (first + other != own)
+        wanted = seen[:, None] & inside[None, :]
+        tile = (call + other)[:, None] * 3 * HEADS * DIM + head * DIM + half[None, :]
+        plain1 = tl.load(qkv + HEADS * DIM + tile, mask=wanted, other=0.0).to(tl.float32)
+        plain2 = tl.load(qkv + HEADS * DIM + DIM // 2 + tile, mask=wanted, other=0.0).to(tl.float32)
+        tile_turn = (call + other)[:, None] * 2 * DIM + half[None, :]
+        other_cos = tl.load(turn + tile_turn, mask=wanted, other=0.0)
+        other_sin = tl.load(turn + DIM + DIM // 2 + tile_turn, mask=wanted, other=0.0)
+        key1 = (plain1 * other_cos - plain2 * other_sin).to(kept).to(tl.float32)
+        key2 = (plain2 * other_cos + plain1 * other_sin).to(kept).to(tl.float32)
+        score = scale * tl.sum(key1 * turned_q1[None, :] + key2 * turned_q2[None, :], 1)
+        score = tl.where(seen, score, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(score, 0))
+        part = tl.exp(score - new_highest)
+        old = tl.exp(highest - new_highest)
+        value1 = tl.load(qkv + 2 * HEADS * DIM + tile, mask=wanted, other=0.0).to(tl.float32)
+        value2 = tl.load(qkv + 2 * HEADS * DIM + DIM // 2 + tile, mask=wanted, other=0.0).to(tl.float32)
         weight = weight * old + tl.sum(part, 0)
         sum1 = sum1 * old + tl.sum(part[:, None] * value1, 0)
         sum2 = sum2 * old + tl.sum(part[:, None] * value2, 0)
@@ -117,7 +147,7 @@ def _pool_logits_kernel(
 
 
 def attend(qkv: Tensor, turn: Tensor, keys: Tensor, values: Tensor, first: int, visible: Tensor) -> Tensor:
-    """`steps.attend` where no entry sees another of the same call but itself."""
+    """`steps.attend`; qkv in keys' dtype."""
     requests, count, _, heads, dim = qkv.shape
     out = torch.empty(requests, count, heads * dim, dtype=keys.dtype, device=qkv.device)
     half = triton.next_power_of_2(dim // 2)
