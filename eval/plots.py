@@ -14,6 +14,8 @@ from pathlib import Path
 
 from sgl_specflow.eval.line_chart import LineChart
 
+from sgl_specflow.tree import expansion_width
+
 Charts = dict[str, LineChart]
 
 
@@ -52,7 +54,8 @@ def acceptance_charts(rows: list[dict]) -> Charts:
         if (method := row.get("method", "one_pass")) != "one_pass":
             name += f", {method.replace('_', ' ')}"
         name += ", FP8 draft" if row.get("fp8_draft") else ""
-        name += f", w = {row['weaver_width']}" if row.get("weaver_width") else ""
+        width = row.get("weaver_width")
+        name += f", w = {width}" if width and width != expansion_width(row["budget"]) else ""
         return name + (" (offline)" if row["engine"] == "offline" else "")
 
     title = "Accept length, SmolLM2-135M, {}"

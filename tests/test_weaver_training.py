@@ -229,12 +229,14 @@ def test_evaluate_measures_a_heads_weaver_at_every_width_and_budget(head, target
         datasets=["gsm8k", "mbpp"],
         budgets=[4, 16],
         weavers={str(tmp_path / "head"): str(tmp_path / "weaver")},
-        weaver_widths=[1, 8],
+        weaver_widths=[1, 0],
     )
     rows = evaluate(run, target, answered)["rows"]
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
     grown = {(r["dataset"], r["budget"], r["weaver_width"]): r for r in rows if r["drafter"] == "dflash_tfm"}
-    assert grown.keys() == {(d, b, w) for d in ("gsm8k", "mbpp") for b in (4, 16) for w in (1, 8)}
+    settings = {(4, 2, 2), (4, 1, 3), (16, 8, 2), (16, 1, 15)}  # budget, width and rounds; the wide ones by default
+    assert grown.keys() == {(d, b, w) for d in ("gsm8k", "mbpp") for b, w, _ in settings}
+    assert {(b, w, r["weaver_rounds"]) for (_, b, w), r in grown.items()} == settings
     folded = FoldedWeaver(config, load_weaver(tmp_path / "weaver")[1], target.embedding, target.lm_head, torch.float32)
     for width in (1, 8):
         expected = mean_accept_lengths(WeaverDrafter(head, target, folded, width), answered, (16,))

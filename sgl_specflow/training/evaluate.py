@@ -20,6 +20,7 @@ from sgl_specflow.training.prompts import chat_tokens
 from sgl_specflow.training.responses import Response, load_responses, save_responses
 from sgl_specflow.training.target_states import FrozenTarget
 from sgl_specflow.training.weaver import WeaverDrafter
+from sgl_specflow.tree import expansion_rounds, expansion_width
 
 TRAINING = "training.json"
 METHODS = {"tree": "one_pass", "conditional": "one_pass", "refresh": "path_refresh", "chain": "chain"}
@@ -88,13 +89,18 @@ def _weaver_rows(config: EvaluateConfig, folder: str, head: ReferenceHead, targe
     weaver = FoldedWeaver(adapter, tensors, target.embedding, target.lm_head, target.embedding.dtype)
     answers = measurable(answers)
     read = WeaverDrafter(head, target, weaver).read(answers)
-    for width in config.weaver_widths:
-        drafter = WeaverDrafter(head, target, weaver, width)
-        for budget in config.budgets:
-            methods = {f"conditional-{budget}": (drafter.conditional_tree, budget)}
-            lengths = walk(read, answers, methods, head.config.depth)
-            for row in _rows(Path(folder), head.config, lengths, counts):
-                yield row | {"weaver": Path(config.weavers[folder]).name, "weaver_width": width}
+    settings = {
+        (budget, width or expansion_width(budget)) for width in config.weaver_widths for budget in config.budgets
+    }
+    # The wider, the fewer rounds: what takes longest comes last.
+    for budget, width in sorted(settings, key=lambda setting: (-setting[1], setting[0])):
+        rounds = expansion_rounds(budget, width)
+        drafter = WeaverDrafter(head, target, weaver, width, rounds)
+        methods = {f"conditional-{budget}": (drafter.conditional_tree, budget)}
+        lengths = walk(read, answers, methods, head.config.depth)
+        for row in _rows(Path(folder), head.config, lengths, counts):
+            name = Path(config.weavers[folder]).name
+            yield row | {"weaver": name, "weaver_width": width, "weaver_rounds": rounds}
 
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:
