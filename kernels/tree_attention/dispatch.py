@@ -142,8 +142,5 @@ def _check_triton(q, k_pool, v_pool, prefix_slots, node_slots, ancestors, depth,
     }
     if out is not None:
         tensors["out"] = out
-    for name, tensor in {"q": q, "out": out}.items():
-        reach = 0 if tensor is None else tensor.shape[0] * tensor.stride(0)
-        require(reach < 2**31, f"fewer than 2^31 numbers from the first to the last row of {name}, not {reach}")
     for name, tensor in tensors.items():
         require(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, f"a last stride of 1 in {name}, not {tensor.stride()}")

@@ -119,19 +119,18 @@ def _slots_of_tile(prefix_slots, node_slots, tile, length, num_nodes, BLOCK_N: t
 
 
 @triton.jit
-def _keep_ancestors(logits, rows, row_exists, key_node, num_nodes, BLOCK_N: tl.constexpr):
-    """logits [BLOCK_M, BLOCK_N], with -inf where a key of the tree is none of the row's node's ancestors.
+def _ancestor_bits(rows, row_exists, key_node, num_words, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_M, BLOCK_N]: 1 where the row's node has key_node among its ancestors, for key_node in the tree.
 
-    rows: pointers to each row's first word of bits. key_node: [BLOCK_N], consecutive, negative in the prefix. A tile's
-    nodes lie in few neighbouring words, each read once a row and applied at once: a matrix of bits costs registers.
+    rows: pointers to each row's first word. A tile's nodes lie in few neighbouring words, each read once a row.
     """
     first = tl.maximum(tl.min(key_node, 0), 0) >> 5
+    bits = tl.zeros([rows.shape[0], BLOCK_N], tl.int32)
     for step in tl.static_range(0, (BLOCK_N + 30) // 32 + 1):
+        word = tl.load(rows + first + step, mask=row_exists & (first + step < num_words), other=0)
         here = (key_node >> 5) == first + step
-        word = tl.load(rows + first + step, mask=row_exists & ((first + step) * 32 < num_nodes), other=0)
-        unseen = ((word[:, None] >> (key_node & 31)[None, :]) & 1) == 0
-        logits = tl.where(here[None, :] & (unseen | (key_node >= num_nodes)[None, :]), float("-inf"), logits)
-    return logits
+        bits = tl.where(here[None, :], word[:, None], bits)
+    return (bits >> (key_node & 31)[None, :]) & 1
 
 
 @triton.jit
@@ -217,7 +216,7 @@ def _tree_attention_kernel(
     row_exists = row < num_nodes * GROUP
     node = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    token = request * num_nodes + node
+    token = request.to(tl.int64) * num_nodes + node
     key_lane = tl.arange(0, BLOCK_N)
     key_dim = tl.arange(0, HEAD_DIM)
     value_dim = tl.arange(0, VALUE_DIM)
@@ -240,34 +239,58 @@ def _tree_attention_kernel(
         first_open = tl.cdiv(tl.maximum(length + tl.max(query_depth, 0) - WINDOW, 0), BLOCK_N)
         open_begin = tl.minimum(tl.maximum(tile_begin, first_open), tile_end)
     open_end = tl.maximum(tl.minimum(tile_end, length // BLOCK_N), open_begin)
-    # One loop over both kinds of tile, so that the tree's keys are fetched ahead like the prefix's.
-    for tile in tl.range(tile_begin, tile_end):
-        key = tile * BLOCK_N + key_lane
+    for tile in tl.range(open_begin, open_end):
+        slots = tl.load(prefix_slots + tile * BLOCK_N + key_lane).to(tl.int64)
+        keys = tl.load(k_head + slots[None, :] * stride_k_slot).to(queries.dtype)
+        logits = tl.dot(queries, keys, input_precision=PRECISION)
+        if HAS_CAP:
+            logits = _base2_logits(logits, scale, logit_cap, HAS_CAP)
+            new_peak = tl.maximum(peak, tl.max(logits, 1))
+            weights = tl.exp2(logits - new_peak[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(logits, 1) * scale)
+            weights = tl.exp2(logits * scale - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        mixed = mixed * decay[:, None]
+        values = tl.load(v_head + slots[:, None] * stride_v_slot).to(queries.dtype)
+        mixed = tl.dot(weights.to(queries.dtype), values, mixed, input_precision=PRECISION)
+        peak = new_peak
+
+    # The tiles before and after those. A tile's slots are read while the one before it is worked on.
+    before = open_begin - tile_begin
+    masked_tiles = before + tile_end - open_end
+    first_masked = tl.where(before > 0, tile_begin, open_end)
+    key, slots = _slots_of_tile(prefix_slots, node_slots, first_masked, length, num_nodes, BLOCK_N)
+    for masked in tl.range(0, masked_tiles, num_stages=1):
         in_prefix = key < length
         key_node = key - length
-        exists = key_node < num_nodes
-        slots = tl.load(prefix_slots + key, mask=in_prefix, other=0).to(tl.int64)
-        slots += tl.load(node_slots + key_node, mask=exists & (key_node >= 0), other=0)
+        in_tree = (key_node >= 0) & (key_node < num_nodes)
+        exists = in_prefix | in_tree
         keys = tl.load(k_head + slots[None, :] * stride_k_slot, mask=exists[None, :], other=0.0)
         values = tl.load(v_head + slots[:, None] * stride_v_slot, mask=exists[:, None], other=0.0)
-        logits = tl.dot(queries, keys.to(queries.dtype), input_precision=PRECISION)
-        logits = _base2_logits(logits, scale, logit_cap, HAS_CAP)
-        if (tile < open_begin) | (tile >= open_end):
-            logits = _keep_ancestors(
-                logits, ancestors + node * stride_ancestors_node, row_exists, key_node, num_nodes, BLOCK_N
-            )
-            if WINDOW >= 0:
-                # Positions less the prefix length: a node's is its depth, a prefix key's is negative.
-                node_depth = tl.load(depth + key_node, mask=exists & (key_node >= 0), other=0).to(tl.int32)
-                key_depth = tl.where(in_prefix, key_node, node_depth)
-                logits = tl.where(query_depth[:, None] - key_depth[None, :] <= WINDOW, logits, float("-inf"))
+        bits = _ancestor_bits(
+            ancestors + node * stride_ancestors_node, row_exists, key_node, tl.cdiv(num_nodes, 32), BLOCK_N
+        )
+        allowed = in_prefix[None, :] | (in_tree[None, :] & (bits != 0))
+        if WINDOW >= 0:
+            # Positions less the prefix length: a node's is its depth, a prefix key's is negative.
+            node_depth = tl.load(depth + key_node, mask=in_tree, other=0).to(tl.int32)
+            key_depth = tl.where(in_tree, node_depth, key_node)
+            allowed = allowed & (query_depth[:, None] - key_depth[None, :] <= WINDOW)
+        following = tl.where(masked + 1 < before, tile_begin + masked + 1, open_end + masked + 1 - before)
+        key, slots = _slots_of_tile(prefix_slots, node_slots, following, length, num_nodes, BLOCK_N)
+        keys = keys.to(queries.dtype)
+        values = values.to(queries.dtype)
+        logits = tl.dot(queries, keys, input_precision=PRECISION)
+        logits = tl.where(allowed, _base2_logits(logits, scale, logit_cap, HAS_CAP), float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(logits - finite_peak[:, None])
         decay = tl.exp2(peak - finite_peak)
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None]
-        mixed = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), mixed, input_precision=PRECISION)
+        mixed = tl.dot(weights.to(queries.dtype), values, mixed, input_precision=PRECISION)
         peak = new_peak
 
     if items == 1:
