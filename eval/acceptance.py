@@ -19,20 +19,18 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from sgl_specflow.eval.heads import HEAD_OF, HEADS, WEAVER
+from sgl_specflow.eval.heads import HEADS, SHIPPED, tree_server
 from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.merge import merge
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job
-from sgl_specflow.launch.quickstart import tree_flags
 from sgl_specflow.launch.server import start
 
 DATASETS = ("gsm8k", "mbpp", "mt_bench")
-DRAFTERS = [
-    f"{name}={name}:{HEADS / head}" + (f":{HEADS / WEAVER}" if name == "dflash_tfm" else "")
-    for name, head in HEAD_OF.items()
-]
+DRAFTERS = [f"{name}={name}:" + ":".join(str(HEADS / part) for part in parts) for name, parts in SHIPPED.items()]
+
+
 ServerSettings = dict[tuple[str, int | None], tuple[list[str], dict[str, str], Path | None]]
 
 
@@ -54,9 +52,8 @@ def server_settings(base: list[str], drafters: list[str], budgets: list[int]) ->
         name, _, rest = text.partition("=")
         algorithm, head, *weaver = rest.split(":")
         for budget in budgets:
-            flags = [*base, *tree_flags(algorithm, head, budget)]
-            environment = {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": weaver[0]})} if weaver else {}
-            servers[name, budget] = flags, environment, Path(head)
+            flags, environment = tree_server(algorithm, budget, head, *weaver)
+            servers[name, budget] = [*base, *flags], environment, Path(head)
     return servers
 
 

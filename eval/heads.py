@@ -1,4 +1,4 @@
-"""The heads that the package ships for SmolLM2-135M-Instruct, and the server that each algorithm makes of them."""
+"""The heads that the package ships for SmolLM2-135M-Instruct, and the servers that algorithms make of heads."""
 
 import json
 from pathlib import Path
@@ -9,17 +9,17 @@ import sgl_specflow
 from sgl_specflow.runtime.settings import OPTIONS_VARIABLE
 
 HEADS = Path(sgl_specflow.__file__).parent / "drafter" / "heads"
-HEAD_OF = {
-    "jetflow": "smollm2-135m-jetflow",
-    "ddtree": "smollm2-135m-dflash",
-    "dflash_tfm": "smollm2-135m-dflash",
+SHIPPED: dict[str, tuple[str, ...]] = {
+    "jetflow": ("smollm2-135m-jetflow",),
+    "ddtree": ("smollm2-135m-dflash",),
+    "dflash_tfm": ("smollm2-135m-dflash", "smollm2-135m-weaver"),
 }
-WEAVER = "smollm2-135m-weaver"
+"""By algorithm, the folder of its head, and of its Weaver where it has one."""
 
 
-def tree_server(algorithm: str, budget: int, heads: Path) -> tuple[list[str], dict[str, str]]:
-    """Flags and environment of a tree server with the heads in the folder `heads`."""
-    flags = tree_flags(algorithm, heads / HEAD_OF[algorithm], budget)
-    if algorithm != "dflash_tfm":
-        return flags, {}
-    return flags, {OPTIONS_VARIABLE: json.dumps({"weaver": str(heads / WEAVER)})}
+def tree_server(
+    algorithm: str, budget: int, head: str | Path, weaver: str | Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a tree server."""
+    environment = {} if weaver is None else {OPTIONS_VARIABLE: json.dumps({"weaver": str(weaver)})}
+    return tree_flags(algorithm, head, budget), environment

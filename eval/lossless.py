@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from sgl_specflow.eval.heads import HEAD_OF, HEADS, tree_server
+from sgl_specflow.eval.heads import HEADS, SHIPPED, tree_server
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
 from sgl_specflow.launch.generation import Answer, Job, RequestFailed, ServerBackend, answer_all
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heads", type=Path, default=HEADS, help="folder of the heads (default: the shipped ones)")
-    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(HEAD_OF))
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(SHIPPED))
     parser.add_argument("--budgets", type=numbers, default=[2, 16, 64])
     parser.add_argument("--pages", type=numbers, default=[1, 16])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     def measure(key: tuple[str, int, int], plain: Future) -> None:
         algorithm, budget, page = key
         begun = time.monotonic()
-        tree_flags, environment = tree_server(algorithm, budget, options.heads)
+        tree_flags, environment = tree_server(algorithm, budget, *(options.heads / name for name in SHIPPED[algorithm]))
         flags = [*base, "--page-size", str(page), *tree_flags]
         log = options.logs / f"lossless-{algorithm}-{budget}-{page}.log"
         tree = answers(flags, jobs, missing[key], log, environment)

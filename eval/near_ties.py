@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from sgl_specflow.eval.backends import Decoded, TopTokenBackend
-from sgl_specflow.eval.heads import HEADS, tree_server
+from sgl_specflow.eval.heads import HEADS, SHIPPED, tree_server
 from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.prompts import mixed
 from sgl_specflow.eval.record import describe
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     servers: dict[tuple[str, int | None], tuple[list[str], dict[str, str]]] = {("plain", None): (base, {})}
     for algorithm in options.algorithms:
         for budget in options.budgets:
-            flags, environment = tree_server(algorithm, budget, options.heads)
+            flags, environment = tree_server(algorithm, budget, *(options.heads / name for name in SHIPPED[algorithm]))
             servers[algorithm, budget] = [*base, *flags], environment
 
     def decode(key: tuple[str, int | None]) -> dict[int, list[Decoded]]:

@@ -89,6 +89,7 @@ def _weaver_rows(config: EvaluateConfig, folder: str, head: ReferenceHead, targe
     weaver = FoldedWeaver(adapter, tensors, target.embedding, target.lm_head, target.embedding.dtype)
     answers = measurable(answers)
     read = WeaverDrafter(head, target, weaver).read(answers)
+    name = Path(config.weavers[folder]).name
     settings = {
         (budget, width or expansion_width(budget)) for width in config.weaver_widths for budget in config.budgets
     }
@@ -99,7 +100,6 @@ def _weaver_rows(config: EvaluateConfig, folder: str, head: ReferenceHead, targe
         methods = {f"conditional-{budget}": (drafter.conditional_tree, budget)}
         lengths = walk(read, answers, methods, head.config.depth)
         for row in _rows(Path(folder), head.config, lengths, counts):
-            name = Path(config.weavers[folder]).name
             yield row | {"weaver": name, "weaver_width": width, "weaver_rounds": rounds}
 
 
