@@ -119,7 +119,7 @@ class FoldedWeaver:
             rounds,
             children,
             max_depth,
-            self.steps.tree_of_marginals,
+            self.steps.tree_builder,
         )
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_specflow.drafter.weaver.reference import EPS
-from sgl_specflow.tree import build_tree
+from sgl_specflow.tree import expansion
 
-tree_of_marginals = build_tree
+tree_builder = expansion
 
 
 def attend(qkv: Tensor, turn: Tensor, keys: Tensor, values: Tensor, first: int, visible: Tensor) -> Tensor:

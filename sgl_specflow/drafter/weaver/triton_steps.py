@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_specflow.drafter.weaver.reference import EPS
-from sgl_specflow.kernels.tree_step import tree_from_marginals
+from sgl_specflow.kernels.tree_step import expansion
 
-tree_of_marginals = tree_from_marginals
+tree_builder = expansion
 
 KEY_BLOCK = 32
 CANDIDATE_BLOCK = 16
