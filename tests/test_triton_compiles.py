@@ -180,3 +180,24 @@ def test_the_weavers_pieces(compiled):
     tokens, scores = torch.zeros(requests, 15, 512, dtype=torch.int64), torch.zeros(requests, 15, 512)
     triton_steps.pool_logits(x, depth, tokens, scores, torch.zeros(100, rank, dtype=half))
     assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("budget, width, keep, pool", [(64, 32, 16, 512), (256, 32, 16, 512), (128, 64, 16, 1024), (16, 1, 8, 64)])
+def test_the_conditional_trees_builder(compiled, monkeypatch, tmp_path, budget, width, keep, pool):
+    expansion = module("expansion")
+    requests, depths = 2, 15
+    root, marginals = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests, depths, pool)
+    tokens = torch.zeros(marginals.shape, dtype=torch.int64)
+    known = expansion.root(root, budget)
+    # Torch's own tree of marginals needs real numbers.
+    tree = empty_tree(requests * depths, width, root.device)
+    monkeypatch.setattr(expansion, "tree_from_marginals", lambda *given: tree)
+    guesses = expansion.guess(marginals, width)
+    chosen = expansion.choose(known, guesses, tokens, root, width, 0)
+    log_probs = torch.zeros(requests, width, pool)
+    known = expansion.absorb(known, chosen, log_probs, tokens, keep)
+    expansion.lay_out(root, known, depths)
+    assert [(kernel.name, spills(kernel, tmp_path)) for kernel in compiled] == [
+        (kernel.name, False) for kernel in compiled
+    ]
+    assert len(compiled) == 7

@@ -226,8 +226,8 @@ def _children_kernel(
     out = node * keep
     for rank in range(keep):
         highest = tl.max(key, 0)
-        value = tl.where(highest < POOL, -float("inf"), _log_prob_of_key(highest, POOL))
-        tl.store(best + out + rank, _exact(value))
+        log_prob = tl.where(highest < POOL, -float("inf"), _log_prob_of_key(highest, POOL))
+        tl.store(best + out + rank, _exact(log_prob))
         tl.store(place + out + rank, tl.where(highest < POOL, 0, _place_of_key(highest, POOL)))
         key = tl.where(key == highest, -1, key)
 
