@@ -293,9 +293,10 @@ def _merge_kernel(
     depth = tl.where(new, level + is_other.to(tl.int64), depth)
     slot = tl.load(fields + 3 * step + at, mask=was_known, other=-1)
     slot = tl.where(is_guess, first_slot + guessed, slot)
-    for number in range(width):
-        opened = tl.load(chosen_node + first + number)
-        slot = tl.where(was_known & (at == opened), first_slot + number, slot)
+    # The number of known nodes, which stands for none, is no known node's place.
+    opened = tl.load(chosen_node + first + entry, mask=expanded, other=budget).to(tl.int32)
+    number = tl.max(tl.where(at[:, None] == opened[None, :], entry[None, :], -1), 1)
+    slot = tl.where(was_known & (number >= 0), first_slot + number, slot)
 
     out = out_fields + request * budget + node
     tl.store(out, token, mask=inside)
