@@ -85,7 +85,9 @@ class Both:
         # What is dead is within bounds.
         dead = got.nodes.depth[~alive], got.nodes.parent[~alive], got.nodes.above[~alive]
         first, width = got.nodes.first_slot, alive.shape[1]
-        assert all((part >= 0).all() and (part < most).all() for part, most in zip(dead, (depths, *2 * [first + width])))
+        assert all(
+            (part >= 0).all() and (part < most).all() for part, most in zip(dead, (depths, *2 * [first + width]))
+        )
         assert (expected.node <= budget).all()
         return expected
 

@@ -189,7 +189,9 @@ def test_the_weavers_pieces(compiled, tmp_path):
     assert [spills(kernel, tmp_path) for kernel in compiled] == [False] * 6
 
 
-@pytest.mark.parametrize("budget, width, keep, pool", [(64, 32, 16, 512), (256, 32, 16, 512), (128, 64, 16, 1024), (16, 1, 8, 64)])
+@pytest.mark.parametrize(
+    "budget, width, keep, pool", [(64, 32, 16, 512), (256, 32, 16, 512), (128, 64, 16, 1024), (16, 1, 8, 64)]
+)
 def test_the_conditional_trees_builder(compiled, monkeypatch, tmp_path, budget, width, keep, pool):
     expansion = module("expansion")
     requests, depths = 2, 15

@@ -96,13 +96,15 @@ def test_attend_to_all_before(first, dtype):
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("requests, count, rank, places, first", [(1, 1, 24, 16, 0), (3, 8, 40, 40, 0), (2, 8, 64, 48, 16)])
+@pytest.mark.parametrize(
+    "requests, count, rank, places, first", [(1, 1, 24, 16, 0), (3, 8, 40, 40, 0), (2, 8, 64, 48, 16)]
+)
 def test_enter(requests, count, rank, places, first, dtype):
     from sgl_specflow.drafter.weaver import triton_steps
 
     torch.manual_seed(0)
     prefix, slots, flags = 7, first + count + 2, torch.bool
-    whole = lambda most: torch.randint(0, most, (requests, count), device=DEVICE)  # noqa: E731
+    whole = lambda most: torch.randint(0, most, (requests, count), device=DEVICE)
     inside = (torch.rand(requests, count, count, device=DEVICE) < 0.5).tril()
     nodes = Expansion(first, whole(50), whole(1), whole(5), whole(max(first, 1)), inside)
     table, turn = torch.randn(50, rank, device=DEVICE, dtype=dtype), torch.randn(7, 2, 6, device=DEVICE)

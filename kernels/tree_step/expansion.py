@@ -3,8 +3,8 @@
 The results are the same, bit for bit, in all that is alive. One program serves one request, one node or one depth. What
 it must find anew by an index, it writes to memory and reads behind a barrier of its own threads.
 
-Sorting: a key is an int64, above a value that is ordered like the score, below it the complement of the place, so that all keys
-differ and of equal scores the smaller place comes first. Scores are multiples of 1 / SCORE_STEPS: the key holds them whole.
+Sorting: a key is an int64, above a value that is ordered like the score, below it the complement of the place: all keys
+differ, and of equal scores the smaller place comes first. Scores are multiples of 1 / SCORE_STEPS: a key holds them whole.
 """
 
 import torch
@@ -360,6 +360,7 @@ def _lay_out_kernel(
 
 
 def root(root_token: torch.Tensor, budget: int) -> Known:
+    """`sgl_specflow.tree.expansion.root`."""
     requests, device = len(root_token), root_token.device
     known = _unset(requests, budget, device)
     _root_kernel[(requests,)](
@@ -369,6 +370,7 @@ def root(root_token: torch.Tensor, budget: int) -> Known:
 
 
 def guess(marginals: torch.Tensor, width: int) -> Guesses:
+    """`sgl_specflow.tree.expansion.guess`; in torch for widths and pools that a program does not hold."""
     requests, depths, pool = marginals.shape
     if width > MAX_WIDTH or pool > MAX_POOL:
         return in_torch.guess(marginals, width)
@@ -394,12 +396,13 @@ def guess(marginals: torch.Tensor, width: int) -> Guesses:
 
 
 def choose(known: Known, guesses: Guesses, pool_tokens, limit, width: int, first_slot: int) -> Chosen:
+    """`sgl_specflow.tree.expansion.choose`; in torch for widths that a program does not hold."""
     if width > MAX_WIDTH:
         return in_torch.choose(known, guesses, pool_tokens, limit, width, first_slot)
     requests, depths, pool = pool_tokens.shape
     budget, device = known.score.shape[1], known.score.device
-    whole = lambda: torch.empty(requests, width, dtype=torch.int64, device=device)  # noqa: E731
-    flags = lambda *shape: torch.empty(requests, *shape, dtype=torch.bool, device=device)  # noqa: E731
+    whole = lambda: torch.empty(requests, width, dtype=torch.int64, device=device)
+    flags = lambda *shape: torch.empty(requests, *shape, dtype=torch.bool, device=device)
     nodes = Expansion(first_slot, whole(), whole(), whole(), whole(), flags(width, width))
     score = torch.empty(requests, width, dtype=torch.float64, device=device)
     chosen = Chosen(nodes, whole(), score, flags(width), whole())
@@ -417,12 +420,13 @@ def choose(known: Known, guesses: Guesses, pool_tokens, limit, width: int, first
 
 
 def absorb(known: Known, chosen: Chosen, log_probs: torch.Tensor, pool_tokens, keep: int) -> Known:
+    """`sgl_specflow.tree.expansion.absorb`; in torch for numbers that a program does not hold."""
     requests, width, pool = log_probs.shape
     budget, device, nodes = known.score.shape[1], log_probs.device, chosen.nodes
     entries = _block(budget + width * (keep + 1))
     if width > MAX_WIDTH or entries > MAX_ENTRIES or pool > MAX_POOL:
         return in_torch.absorb(known, chosen, log_probs, pool_tokens, keep)
-    double = lambda *shape: torch.empty(requests, *shape, dtype=torch.float64, device=device)  # noqa: E731
+    double = lambda *shape: torch.empty(requests, *shape, dtype=torch.float64, device=device)
     best, own, path_score = double(width, keep), double(width), double(width)
     place = torch.empty(best.shape, dtype=torch.int64, device=device)
     _children_kernel[(requests * width,)](
@@ -440,6 +444,7 @@ def absorb(known: Known, chosen: Chosen, log_probs: torch.Tensor, pool_tokens, k
 
 
 def lay_out(root_token: torch.Tensor, known: Known, depths: int) -> TokenTree:
+    """`sgl_specflow.tree.expansion.lay_out`."""
     requests, budget = known.score.shape
     tree = empty_tree(requests, budget, known.score.device)
     words = tree.ancestors.shape[2]

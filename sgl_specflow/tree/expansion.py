@@ -1,8 +1,9 @@
 """What one round of building a conditional tree does, in plain PyTorch. `kernels.tree_step.expansion` has the same functions
 as one GPU kernel each, or two or three.
 
-A builder is a module, or anything else, with `root`, `guess`, `choose`, `absorb` and `lay_out` of these contracts. Shapes are
-fixed and nothing waits for the device. What a field says of dead entries may differ between builders.
+A builder is a module, or anything else, with `root`, `guess`, `choose`, `absorb` and `lay_out` of these contracts. Tensors are
+contiguous, shapes fixed, and nothing waits for the device. What fields say of dead entries may differ between builders,
+within the bounds of what they index.
 """
 
 from dataclasses import dataclass
@@ -109,11 +110,7 @@ def guess(marginals: torch.Tensor, width: int) -> Guesses:
     best, place = (part[:, :-1, :ranks] for part in marginals.sort(dim=2, descending=True, stable=True))
     pad = (0, 0, 0, levels)
     best, place = (
-        torch.nn.functional.pad(part, pad, value=value)
-        .unfold(1, levels, 1)
-        .transpose(2, 3)
-        .flatten(0, 1)
-        .contiguous()
+        torch.nn.functional.pad(part, pad, value=value).unfold(1, levels, 1).transpose(2, 3).flatten(0, 1).contiguous()
         for part, value in ((best, -torch.inf), (place, 0))
     )
     tree = build_tree(place.new_zeros(len(place)), best, place, width)
@@ -128,7 +125,10 @@ def guess(marginals: torch.Tensor, width: int) -> Guesses:
 
 
 def choose(known: Known, guesses: Guesses, pool_tokens, limit, width: int, first_slot: int) -> Chosen:
-    """The `width` nodes of highest estimated score among open nodes and what may follow them."""
+    """The `width` nodes of highest estimated score among open nodes and what may follow them.
+
+    pool_tokens: int64 [R, D, P]. limit: int64 [R], greatest depths, at most D. first_slot: the round's.
+    """
     requests, depths, pool = pool_tokens.shape
     budget, device = known.score.shape[1], known.score.device
     _, _, depth, slot = known.fields

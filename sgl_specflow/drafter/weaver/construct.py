@@ -161,9 +161,7 @@ class _Construction:
     def log_probs(self, nodes: Expansion) -> Tensor:
         """[R, n, P] for `build_conditional_tree`."""
         weaver = self.weaver
-        x, normed, turn, visible = weaver.steps.enter(
-            nodes, weaver.token_table, weaver.turn, self.visible, self.prefix
-        )
+        x, normed, turn, visible = weaver.steps.enter(nodes, weaver.token_table, weaver.turn, self.visible, self.prefix)
         query = self._run(x, normed, turn, self.prefix + nodes.first_slot, visible)
         logits = weaver.steps.pool_logits(
             query, nodes.depth, self.pool_tokens, self.pool_scores, weaver.query_table, weaver.query_bias

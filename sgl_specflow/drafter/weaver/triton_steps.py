@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sgl_specflow.drafter.weaver.reference import EPS
 from sgl_specflow.kernels.tree_step import expansion
-
 from sgl_specflow.tree import Expansion
 
 tree_builder = expansion
