@@ -1,9 +1,9 @@
 """What one round of building a conditional tree does, in plain PyTorch. `kernels.tree_step.expansion` has the same functions
 as one GPU kernel each, or two or three.
 
-A builder is a module, or anything else, with `root`, `guess`, `choose`, `absorb` and `lay_out` of these contracts. Tensors are
-contiguous, shapes fixed, and nothing waits for the device. What fields say of dead entries may differ between builders,
-within the bounds of what they index.
+A builder is a module, or anything else, with `root`, `guess`, `choose`, `absorb` and `lay_out` of these contracts.
+Tensors are contiguous, shapes fixed, and nothing waits for the device. What fields say of dead entries may differ between
+builders, within the bounds of what they index.
 """
 
 from dataclasses import dataclass
