@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sgl_specflow.drafter.weaver import triton_steps
+from sgl_specflow.tree import Expansion
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER_MULTIPROCESSORS = 132
@@ -163,7 +164,7 @@ def test_convolution_on_a_tree(compiled):
     assert len(compiled) == 2
 
 
-def test_the_weavers_pieces(compiled):
+def test_the_weavers_pieces(compiled, tmp_path):
     requests, count, rank, heads, places = 2, 8, 1024, 16, 80
     half = torch.bfloat16
     caches = torch.zeros(2, requests, heads, places, rank // heads, dtype=half)
@@ -173,10 +174,39 @@ def test_the_weavers_pieces(compiled):
         torch.zeros(requests, count, places, dtype=torch.bool),
     )
     triton_steps.attend(qkv, turn, *caches, 16, visible)
+    triton_steps.attend(qkv, turn[:1], *caches, 0, None)
     x = torch.zeros(requests, count, rank, dtype=half)
     triton_steps.add_norm(x, x.clone())
     triton_steps.silu_mul(torch.zeros(requests, count, 2 * rank, dtype=half))
     depth = torch.zeros(requests * count, dtype=torch.int64)
     tokens, scores = torch.zeros(requests, 15, 512, dtype=torch.int64), torch.zeros(requests, 15, 512)
-    triton_steps.pool_logits(x, depth, tokens, scores, torch.zeros(100, rank, dtype=half))
-    assert len(compiled) == 4
+    table = torch.zeros(100, rank, dtype=half)
+    triton_steps.pool_logits(x, depth, tokens, scores, table, torch.zeros(100))
+    row = torch.zeros(requests, count, dtype=torch.int64)
+    nodes = Expansion(0, row, row, row, row, torch.zeros(requests, count, count, dtype=torch.bool))
+    triton_steps.enter(nodes, table, turn[0], visible, 16)
+    assert len(compiled) == 6
+    assert [spills(kernel, tmp_path) for kernel in compiled] == [False] * 6
+
+
+@pytest.mark.parametrize(
+    "budget, width, keep, pool", [(64, 32, 16, 512), (256, 32, 16, 512), (128, 64, 16, 1024), (16, 1, 8, 64)]
+)
+def test_the_conditional_trees_builder(compiled, monkeypatch, tmp_path, budget, width, keep, pool):
+    expansion = module("expansion")
+    requests, depths = 2, 15
+    root, marginals = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests, depths, pool)
+    tokens = torch.zeros(marginals.shape, dtype=torch.int64)
+    known = expansion.root(root, budget)
+    # Torch's own tree of marginals needs real numbers.
+    tree = empty_tree(requests * depths, width, root.device)
+    monkeypatch.setattr(expansion, "tree_from_marginals", lambda *given: tree)
+    guesses = expansion.guess(marginals, width)
+    chosen = expansion.choose(known, guesses, tokens, root, width, 0)
+    log_probs = torch.zeros(requests, width, pool)
+    known = expansion.absorb(known, chosen, log_probs, tokens, keep)
+    expansion.lay_out(root, known, depths)
+    assert [(kernel.name, spills(kernel, tmp_path)) for kernel in compiled] == [
+        (kernel.name, False) for kernel in compiled
+    ]
+    assert len(compiled) == 7

@@ -9,6 +9,7 @@ import torch
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, steps
+from sgl_specflow.tree import Expansion
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETING
@@ -73,6 +74,53 @@ def test_attend(requests, count, heads, dim, first, dtype):
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first", [0, 5])
+def test_attend_to_all_before(first, dtype):
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    torch.manual_seed(0)
+    requests, count, heads, dim, places = 2, 9, 2, 8, 16
+    qkv = torch.randn(requests, count, 3, heads, dim, device=DEVICE, dtype=dtype)
+    angle = torch.rand(1, count, dim // 2, device=DEVICE) * 6
+    cos, sin = angle.cos(), angle.sin()
+    turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=2)
+    keys, values = (torch.randn(requests, heads, places, dim, device=DEVICE, dtype=dtype) for _ in range(2))
+    own_keys, own_values = keys.clone(), values.clone()
+    got = triton_steps.attend(qkv, turn, own_keys, own_values, first, None)
+    compare(got, steps.attend(qkv, turn, keys, values, first, None), dtype)
+    compare(own_keys, keys, dtype)
+    place = torch.arange(places, device=DEVICE)
+    visible = (place <= first + torch.arange(count, device=DEVICE)[:, None]).expand(requests, -1, -1)
+    compare(got, steps.attend(qkv, turn, keys, values, first, visible), dtype)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "requests, count, rank, places, first", [(1, 1, 24, 16, 0), (3, 8, 40, 40, 0), (2, 8, 64, 48, 16)]
+)
+def test_enter(requests, count, rank, places, first, dtype):
+    from sgl_specflow.drafter.weaver import triton_steps
+
+    torch.manual_seed(0)
+    prefix, slots, flags = 7, first + count + 2, torch.bool
+    whole = lambda most: torch.randint(0, most, (requests, count), device=DEVICE)
+    inside = (torch.rand(requests, count, count, device=DEVICE) < 0.5).tril()
+    nodes = Expansion(first, whole(50), whole(1), whole(5), whole(max(first, 1)), inside)
+    table, turn = torch.randn(50, rank, device=DEVICE, dtype=dtype), torch.randn(7, 2, 6, device=DEVICE)
+    # Anything stands in rows that no round wrote, and nothing at a slot's later places in those that one did.
+    visible = torch.rand(requests, slots, places, device=DEVICE) < 0.5
+    visible[:, :first, :prefix], visible[:, :first, prefix + first :] = True, False
+    own_visible = visible.clone()
+    got = triton_steps.enter(nodes, table, turn, own_visible, prefix)
+    expected = steps.enter(nodes, table, turn, visible, prefix)
+    assert torch.equal(own_visible, visible) and torch.equal(got[3], expected[3]) and got[3].dtype == flags
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[2], expected[2])
+    compare(got[1], expected[1], dtype)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_norm_and_silu_mul(dtype):
     from sgl_specflow.drafter.weaver import triton_steps
 
@@ -98,7 +146,7 @@ def test_pool_logits(requests, count, depths, pool, rank, dtype):
     depth = torch.randint(0, depths + 3, (requests, count), device=DEVICE)
     tokens = torch.randint(0, 90, (requests, depths, pool), device=DEVICE)
     scores = torch.randn(requests, depths, pool, device=DEVICE)
-    arguments = query, depth, tokens, scores, table
+    arguments = query, depth, tokens, scores, table, torch.randn(90, device=DEVICE)
     compare(triton_steps.pool_logits(*arguments), steps.pool_logits(*arguments), dtype)
 
 
@@ -120,4 +168,4 @@ def test_whole_trees():
     assert torch.equal(trees[0].token, trees[1].token) and torch.equal(trees[0].parent, trees[1].parent)
 
 
-COMPILED = len(ATTEND) + len(LOGITS) + 2
+COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3

@@ -119,7 +119,7 @@ class FoldedWeaver:
             rounds,
             children,
             max_depth,
-            self.steps.tree_of_marginals,
+            self.steps.tree_builder,
         )
 
 
@@ -143,55 +143,45 @@ class _Construction:
     ):
         config, device = weaver.config, anchor.device
         self.weaver, self.temperature = weaver, temperature
-        self.pool_tokens = pool_tokens.contiguous()
-        self.pool_scores = pool_scores + weaver.query_bias[pool_tokens]
+        self.pool_tokens, self.pool_scores = pool_tokens.contiguous(), pool_scores.contiguous()
         requests, self.prefix = anchor.shape[0], proposal_hidden.shape[1] + 1
         places = _whole_eights(self.prefix + slots)
         shape = (config.num_layers, requests, config.num_heads, places, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=weaver.dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = weaver.steps.unset_places((2, *shape), weaver.dtype, device)
         # Row s: the places that the node in slot s attends to.
-        self.visible = torch.zeros(requests, slots, places, dtype=torch.bool, device=device)
-        place = torch.arange(places, device=device)
-        self.whole_prefix = place < self.prefix
-        self._run_prefix(committed_hidden, proposal_hidden, place)
+        self.visible = torch.empty(requests, slots, places, dtype=torch.bool, device=device)
+        self._run_prefix(committed_hidden, proposal_hidden)
 
-    def _run_prefix(self, committed_hidden, proposal_hidden, place) -> None:
-        weaver, length = self.weaver, self.prefix
+    def _run_prefix(self, committed_hidden, proposal_hidden) -> None:
+        weaver = self.weaver
         hidden = torch.cat((committed_hidden[:, None].to(weaver.dtype), proposal_hidden.to(weaver.dtype)), dim=1)
         x = F.linear(_normed(hidden), *weaver.proposal)
-        causal = place <= place[:length, None]
-        self._run(x, weaver.turn[None, :length], 0, causal.expand(x.shape[0], -1, -1), attend=steps.attend)
+        self._run(x, _normed(x), weaver.turn[None, : self.prefix], 0, visible=None)
 
     def log_probs(self, nodes: Expansion) -> Tensor:
         """[R, n, P] for `build_conditional_tree`."""
-        weaver, first = self.weaver, nodes.first_slot
-        count = nodes.token.shape[1]
-        if first == 0:
-            visible = self.whole_prefix.repeat(nodes.token.shape[0], count, 1)
-        else:
-            visible = self.visible.gather(1, nodes.above[:, :, None].expand(-1, -1, self.visible.shape[2]))
-        visible[:, :, self.prefix + first : self.prefix + first + count] = nodes.inside
-        self.visible[:, first : first + count] = visible
-
-        position = nodes.depth + 1
-        x = F.embedding(nodes.token, weaver.token_table)
-        query = self._run(x, weaver.turn[position], self.prefix + first, visible, attend=weaver.steps.attend)
+        weaver = self.weaver
+        x, normed, turn, visible = weaver.steps.enter(nodes, weaver.token_table, weaver.turn, self.visible, self.prefix)
+        query = self._run(x, normed, turn, self.prefix + nodes.first_slot, visible)
         logits = weaver.steps.pool_logits(
-            query, nodes.depth.contiguous(), self.pool_tokens, self.pool_scores, weaver.query_table
+            query, nodes.depth, self.pool_tokens, self.pool_scores, weaver.query_table, weaver.query_bias
         )
         return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
 
-    def _run(self, x: Tensor, turn: Tensor, first: int, visible: Tensor, attend) -> Tensor:
-        """The blocks over x [R, n, d_rank], keys and values kept at places first..; normed states [R, n, d_rank]."""
-        weaver, heads = self.weaver, self.weaver.config.num_heads
-        normed = _normed(x)
-        for layer, block in enumerate(weaver.blocks):
+    def _run(self, x: Tensor, normed: Tensor, turn: Tensor, first: int, visible: Tensor | None) -> Tensor | None:
+        """The blocks over x [R, n, d_rank], keys and values kept at places first..; normed states [R, n, d_rank].
+
+        visible: None for the prefix, of which keys and values are all that is wanted.
+        """
+        steps, heads = self.weaver.steps, self.weaver.config.num_heads
+        for layer, block in enumerate(self.weaver.blocks):
             qkv = F.linear(normed, *block["qkv"]).unflatten(-1, (3, heads, -1))
-            mixed = attend(qkv, turn, self.keys[layer], self.values[layer], first, visible)
-            x, normed = weaver.steps.add_norm(x, F.linear(mixed, block["o"]))
-            inner = weaver.steps.silu_mul(F.linear(normed, *block["gate_up"]))
-            x, normed = weaver.steps.add_norm(x, F.linear(inner, *block["down"]))
+            mixed = steps.attend(qkv, turn, self.keys[layer], self.values[layer], first, visible)
+            if visible is None and layer == len(self.weaver.blocks) - 1:
+                return None
+            x, normed = steps.add_norm(x, F.linear(mixed, block["o"]))
+            inner = steps.silu_mul(F.linear(normed, *block["gate_up"]))
+            x, normed = steps.add_norm(x, F.linear(inner, *block["down"]))
         return normed
 
 
