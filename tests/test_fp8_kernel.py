@@ -230,6 +230,38 @@ def test_nvrtc_compiles_it(tmp_path, monkeypatch):
         assert b"fp8_linear" in fp8_linear_cuda.compile_for(variant, "sm_90a")
 
 
+class RecordingDriver:
+    """cuda-python's driver module without a driver: its structures, and launches that are noted."""
+
+    def __init__(self, driver):
+        self.driver, self.launches = driver, []
+
+    def __getattr__(self, name):
+        return getattr(self.driver, name)
+
+    def cuLaunchKernel(self, function, x, y, z, threads, *rest):
+        self.launches.append(((x, y, z), threads, []))
+        return (0,)
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        attributes = [(attribute.id, attribute.value.programmaticStreamSerializationAllowed) for attribute in config.attrs]
+        assert int(config.hStream) == 7 and config.sharedMemBytes == 1024 and pointers and config.numAttrs == 1
+        self.launches.append((grid, config.blockDimX, attributes))
+        return (0,)
+
+
+def test_a_launch_ahead_has_the_attribute_and_others_have_not():
+    driver = RecordingDriver(pytest.importorskip("cuda.bindings.driver"))
+    kernels = object.__new__(nvrtc.LoadedKernels)
+    kernels._driver, kernels.function = driver, lambda name, shared_bytes: None
+    argument = fp8_linear_cuda.LinearArguments()
+    for ahead in (False, True):
+        kernels.launch("fp8_linear", (12, 1, 1), 256, 1024, 7, argument, ahead)
+    serialization = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert driver.launches == [((12, 1, 1), 256, []), ((12, 1, 1), 256, [(serialization, 1)])]
+
+
 def test_the_benchmark_measures_each_kernel_and_sums_a_step(monkeypatch):
     def microseconds(calls):
         for call in calls:
