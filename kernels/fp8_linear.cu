@@ -249,13 +249,18 @@ struct Warp {
     }
 };
 
-// Two adjacent features of a row, scaled, to where they belong, if they exist.
-__device__ __forceinline__ void write(const LinearArguments& arguments, int row, int feature, float2 value) {
-    if (row >= int(arguments.rows) || feature >= int(arguments.features)) return;
+// The scales of two adjacent features, 0 of those behind the last.
+__device__ __forceinline__ float2 scales_of(const LinearArguments& arguments, int feature) {
     const float* scale = reinterpret_cast<const float*>(arguments.scale) + feature;
+    const int left = int(arguments.features) - feature;
+    return {left > 0 ? scale[0] : 0.0f, left > 1 ? scale[1] : 0.0f};
+}
+// Two adjacent features of a row to where they belong, if they exist.
+__device__ __forceinline__ void write(const LinearArguments& arguments, int row, int feature, float2 value, float2 scale) {
+    if (row >= int(arguments.rows) || feature >= int(arguments.features)) return;
     unsigned short* out = reinterpret_cast<unsigned short*>(arguments.out) + row * arguments.features + feature;
-    out[0] = round_to_x(value.x * scale[0]);
-    if (feature + 1 < int(arguments.features)) out[1] = round_to_x(value.y * scale[1]);
+    out[0] = round_to_x(value.x * scale.x);
+    if (feature + 1 < int(arguments.features)) out[1] = round_to_x(value.y * scale.y);
 }
 
 // The sums of all warps, added and written, ROUND feature tiles at a time.
@@ -275,6 +280,10 @@ __device__ __forceinline__ void reduce(const LinearArguments& arguments, Shared&
         __syncthreads();
         for (int i = threadIdx.x; i < ROWS * ROUND * 4; i += THREADS) {
             const int row = i / (ROUND * 4), pair = i % (ROUND * 4);
+#if CLUSTER == 1
+            const int feature = tile * FEATURES + (first * 4 + pair) * 2;
+            const float2 scale = scales_of(arguments, feature);  // under way while the sums are read
+#endif
             float2 total = shared.part[0][row][pair];
 #pragma unroll
             for (int from = 1; from < WARPS; ++from) {
@@ -285,7 +294,7 @@ __device__ __forceinline__ void reduce(const LinearArguments& arguments, Shared&
 #if CLUSTER > 1
             shared.sum[row][first * 4 + pair] = total;
 #else
-            write(arguments, row, tile * FEATURES + (first * 4 + pair) * 2, total);
+            write(arguments, row, feature, total, scale);
 #endif
         }
         __syncthreads();  // the next round, or the next tile, writes `part` again
@@ -294,6 +303,7 @@ __device__ __forceinline__ void reduce(const LinearArguments& arguments, Shared&
     cluster_sync();
     for (int i = rank * THREADS + threadIdx.x; i < ROWS * FEATURES / 2; i += CLUSTER * THREADS) {
         const int row = i / (FEATURES / 2), pair = i % (FEATURES / 2);
+        const float2 scale = scales_of(arguments, tile * FEATURES + pair * 2);
         float2 total = load_of_block(&shared.sum[row][pair], 0);
 #pragma unroll
         for (int from = 1; from < CLUSTER; ++from) {
@@ -301,7 +311,7 @@ __device__ __forceinline__ void reduce(const LinearArguments& arguments, Shared&
             total.x += part.x;
             total.y += part.y;
         }
-        write(arguments, row, tile * FEATURES + pair * 2, total);
+        write(arguments, row, tile * FEATURES + pair * 2, total, scale);
     }
     cluster_sync();  // the next tile writes `sum` again, and a block that ends takes it away
 #endif

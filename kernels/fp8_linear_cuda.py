@@ -116,6 +116,7 @@ def fp8_linear_cuda(
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     device = x.device.index
     variant = variant or choose(x.dtype, *x.shape, weight.shape[0], multiprocessors(device))
+    _check(variant, x)
     with torch.cuda.device(device):
         kernels, at_a_time = _load(variant, device)
         blocks = variant.cluster * min(-(-weight.shape[0] // variant.tile), at_a_time)
@@ -123,6 +124,12 @@ def fp8_linear_cuda(
         ahead = variant.dependent and torch.cuda.is_current_stream_capturing()
         kernels.launch("fp8_linear", (blocks, 1, 1), THREADS, variant.shared_bytes, stream, arguments, ahead)
     return out
+
+
+def _check(variant: Variant, x: torch.Tensor) -> None:
+    wanted = x.dtype, row_tiles_of(len(x)), steps_of(x.shape[1], variant.cluster)
+    if (variant.dtype, variant.row_tiles, variant.kept_steps or wanted[2]) != wanted:
+        raise ValueError(f"fp8_linear: x {x.dtype} {tuple(x.shape)} is not what {variant} is for")
 
 
 def linear_arguments(x, weight, scale, out) -> LinearArguments:

@@ -194,6 +194,15 @@ def test_alternatives_fit_a_block_and_hold_the_choice(rows, features, depth):
         assert variant.kept_steps in (0, steps_of(depth, variant.cluster))
 
 
+def test_a_variant_of_another_shape_is_refused():
+    x, weight, scale = problem(16, 40, 1088, BFLOAT)
+    fine = Variant(BFLOAT, 1, 2, 64, kept_steps=2)
+    fp8_linear_cuda._check(fine, x)
+    for changes in ({"dtype": HALF}, {"row_tiles": 2}, {"kept_steps": 1}, {"cluster": 1}):
+        with pytest.raises(ValueError, match="is not what"):
+            launch(x, weight, scale, dataclasses.replace(fine, **changes))
+
+
 def compile_by_nvcc(variant, target, folder):
     arch = f"-gencode=arch=compute_{target[3:]},code={target}"
     command = [NVCC, arch, "-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
@@ -337,15 +346,13 @@ def test_every_form_gives_the_same_bits_on_the_gpu(case):
 
 
 def chain(x, layers, dependent, plain_between):
-    """Products of products, whose outs the allocator gives each other's memory; what is read at the end copies each."""
-    seen = []
+    """Products of products, whose outs the allocator gives each other's memory; plain_between: PyTorch's kernels between."""
     for weight, scale in layers:
         variant = choose(x.dtype, *x.shape, len(weight), 132)
         x = launch(x, weight, scale, dataclasses.replace(variant, dependent=dependent))
         if plain_between:
-            x = x * 0.5
-        seen.append(x.sum(1, dtype=torch.float64))
-    return torch.stack(seen), x
+            x = x * 0.5 + x.sum(1, keepdim=True)
+    return x
 
 
 @gpu
@@ -361,12 +368,12 @@ def test_dependent_launches_in_a_graph_read_what_came_before(rows, plain_between
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.copy_(written)
-        seen, last = chain(x, layers, True, plain_between)
+        last = chain(x, layers, True, plain_between).clone()
     for turn in range(20):
         written.normal_(generator=torch.Generator("cuda").manual_seed(turn))
         graph.replay()
-        wanted_seen, wanted = chain(written.to(BFLOAT), layers, False, plain_between)
-        assert wanted.isfinite().all() and torch.equal(last, wanted) and torch.equal(seen, wanted_seen)
+        wanted = chain(written.to(BFLOAT), layers, False, plain_between)
+        assert wanted.isfinite().all() and wanted.count_nonzero() > 0.9 * wanted.numel() and torch.equal(last, wanted)
 
 
 @gpu
