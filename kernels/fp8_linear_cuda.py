@@ -143,9 +143,15 @@ def steps_of(depth: int, cluster: int) -> int:
     return -(-depth // (CHUNK * cluster * WARPS))
 
 
+def _tiles_of_a_block(features: int, tile: int, cluster: int, multiprocessors: int) -> int:
+    """The most that one block goes through, of those that run together."""
+    tiles = -(-features // tile)
+    return -(-tiles // max(multiprocessors // cluster, 1))
+
+
 def block_time(variant: Variant, depth: int, features: int, multiprocessors: int) -> int:
     """How long the kernel takes, about, in bytes that a block copies: weights, and x, which comes from the L2 cache."""
-    turns = -(-(-(-features // variant.tile)) // max(multiprocessors // variant.cluster, 1))
+    turns = _tiles_of_a_block(features, variant.tile, variant.cluster, multiprocessors)
     own_depth = steps_of(depth, variant.cluster) * WARPS * CHUNK
     x_bytes = 16 * variant.row_tiles * 2 * own_depth
     return turns * (variant.tile * (own_depth + _SUM_COST)) + (1 if variant.kept_steps else turns) * x_bytes
@@ -178,7 +184,7 @@ def alternatives(
         if tile * row_tiles > 256:
             continue  # more sums than registers
         kept = steps_of(depth, cluster) if keeps else 0
-        turns = -(-(-(-features // tile)) // max(multiprocessors // cluster, 1))
+        turns = _tiles_of_a_block(features, tile, cluster, multiprocessors)
         most = max(2, min(MOST_STAGES, turns * steps_of(depth, cluster)))
         deep = [Variant(dtype, row_tiles, cluster, tile, stages, kept, dependent) for stages in range(2, most + 1)]
         fitting = [variant for variant in deep if variant.shared_bytes <= HOPPERS_SHARED_BYTES]

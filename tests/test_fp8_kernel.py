@@ -6,6 +6,7 @@ It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is on
 import dataclasses
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +22,12 @@ from sgl_specflow.kernels.fp8_linear_cuda import (
     alternatives,
     choose,
     fits,
-    fp8_linear_cuda as launch,
     row_tiles_of,
     serves,
     steps_of,
 )
 
+launch = fp8_linear_cuda.fp8_linear_cuda
 NVCC = shutil.which("nvcc")
 BFLOAT, HALF = torch.bfloat16, torch.float16
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
@@ -254,7 +255,9 @@ class RecordingDriver:
 
     def cuLaunchKernelEx(self, config, function, pointers, extra):
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        attributes = [(attribute.id, attribute.value.programmaticStreamSerializationAllowed) for attribute in config.attrs]
+        attributes = [
+            (attribute.id, attribute.value.programmaticStreamSerializationAllowed) for attribute in config.attrs
+        ]
         assert int(config.hStream) == 7 and config.sharedMemBytes == 1024 and pointers and config.numAttrs == 1
         self.launches.append((grid, config.blockDimX, attributes))
         return (0,)
@@ -269,6 +272,21 @@ def test_a_launch_ahead_has_the_attribute_and_others_have_not():
         kernels.launch("fp8_linear", (12, 1, 1), 256, 1024, 7, argument, ahead)
     serialization = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert driver.launches == [((12, 1, 1), 256, []), ((12, 1, 1), 256, [(serialization, 1)])]
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_only_dependent_variants_inside_a_graph_are_launched_ahead(dependent, capturing, monkeypatch):
+    launches = []
+    kernels = SimpleNamespace(launch=lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(fp8_linear_cuda, "_load", lambda variant, device: (kernels, 3))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    x, weight, scale = problem(16, 300, 64, BFLOAT)
+    launch(x, weight, scale, Variant(BFLOAT, 1, 2, 64, dependent=dependent))
+    ((name, grid, threads, _, stream, _, ahead),) = launches
+    assert (name, grid, threads, stream) == ("fp8_linear", (6, 1, 1), 256, 7)
+    assert ahead is (dependent and capturing)
 
 
 def test_the_benchmark_measures_each_kernel_and_sums_a_step(monkeypatch):
@@ -351,7 +369,7 @@ def chain(x, layers, dependent, plain_between):
         variant = choose(x.dtype, *x.shape, len(weight), 132)
         x = launch(x, weight, scale, dataclasses.replace(variant, dependent=dependent))
         if plain_between:
-            x = x * 0.5 + x.sum(1, keepdim=True)
+            x = x * 0.5
     return x
 
 
