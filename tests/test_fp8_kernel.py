@@ -6,6 +6,7 @@ It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is on
 import dataclasses
 import shutil
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -280,6 +281,7 @@ def test_only_dependent_variants_inside_a_graph_are_launched_ahead(dependent, ca
     launches = []
     kernels = SimpleNamespace(launch=lambda *arguments: launches.append(arguments))
     monkeypatch.setattr(fp8_linear_cuda, "_load", lambda variant, device: (kernels, 3))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     x, weight, scale = problem(16, 300, 64, BFLOAT)
