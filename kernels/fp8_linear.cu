@@ -16,11 +16,13 @@
 //    when this kernel has ended, so has the one before. Hence, by induction over a chain of such kernels, all earlier
 //    ones have ended behind a wait: what any of them wrote can be read, what any of them read can be overwritten (the
 //    allocator gives memory of an earlier x to a later out).
-//  - A kernel without the attribute (tree attention, other Triton kernels) starts when the one before it has ended, so
-//    when all have. A kernel of SGLang's that has the attribute waits before it touches memory, which is the same case.
-//    One that never waited would break the chain, and its own reads too.
-//  - let_later_kernels_start gives nothing away but the right to be scheduled, and only when every block of this grid
-//    runs: a later block can take no place that an earlier one needs to end.
+//  - A kernel without the attribute (our tree attention, PyTorch's) starts when the one before it has ended, so when all
+//    have.
+//  - let_later_kernels_start comes behind the wait. So when a kernel of SGLang's with the attribute starts early behind
+//    this one, only this one still runs: what others wrote, indices say, it may read before its own wait, as it may behind
+//    a kernel without the attribute. And it starts only when every block of this grid runs, so that no later block takes
+//    a place that an earlier one needs to end.
+//  - One before this that has the attribute and ended without waiting would break the chain, and its own reads.
 //
 // The order of depth in a product is free as long as both operands share it. Lane 4 g + t of a warp holds 16 adjacent
 // bytes of feature g, from depth 16 t of the chunk on; word s of these is its part of step s of four. In a word the pairs
@@ -92,7 +94,9 @@ __device__ __forceinline__ unsigned short round_to_x(float value) {
 }
 
 #if DEPENDENT
-__device__ __forceinline__ void let_later_kernels_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void let_later_kernels_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif
 
@@ -333,7 +337,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) fp8_linear(co
 
     Position next = {int(blockIdx.x) / CLUSTER, 0};
 #if DEPENDENT
-    let_later_kernels_start();
     Position next_of_x = next;
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -341,6 +344,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) fp8_linear(co
         own.advance(next);
     }
     wait_for_earlier_kernels();
+    let_later_kernels_start();
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
         own.fetch_x(next_of_x, stage);

@@ -21,7 +21,9 @@ static void wait_for_earlier_kernels() {
         on_cpu::fail("out is written before all threads have waited");
     waited[on_cpu::running] = true;
 }
-static void let_later_kernels_start() {}
+static void let_later_kernels_start() {
+    if (!waited[on_cpu::running]) on_cpu::fail("later kernels may start before the wait");
+}
 static void ask_for(const float*) {}
 static void copy_in_turn(void* to, const void* from, bool valid) {
     const bool of_x = uint64_t(from) - uint64_t(x_range.address) < x_range.bytes;
