@@ -115,18 +115,32 @@ class LoadedKernels:
         size = driver.CUlaunchAttribute()
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_bytes
-        config.attrs, config.numAttrs = [size], 1
+        config = _launch_config(driver, (cluster, 1, 1), threads, shared_bytes, size)
         return _checked(driver, driver.cuOccupancyMaxActiveClusters(self.function(name, shared_bytes), config))
 
     def launch(
-        self, name: str, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        argument,
+        ahead: bool = False,
     ) -> None:
+        """ahead: the kernel may start while the one before it on the stream runs (programmatic dependent launch); it
+        must wait itself for what it needs."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         driver = self._driver
+        if ahead:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = _launch_config(driver, grid, threads, shared_bytes, attribute)
+            config.hStream = stream
+            function = self.function(name, shared_bytes)
+            _checked(driver, driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+            return
         _checked(
             driver,
             driver.cuLaunchKernel(
@@ -141,6 +155,15 @@ class LoadedKernels:
                 0,
             ),
         )
+
+
+def _launch_config(driver, grid: tuple[int, int, int], threads: int, shared_bytes: int, attribute):
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def linear_on_cpu(x, weight, scale, variant, clusters: int, reversed_order: bool
 
 def converted_on_cpu(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """FP8 codes (uint8 [4 n]) as the kernel multiplies them, float32."""
-    library, out = build(fp8_linear_cuda.Variant(dtype, 1, 1)), torch.empty(len(codes))
+    library, out = build(fp8_linear_cuda.Variant(dtype, 1, 1, 128)), torch.empty(len(codes))
     for i, word in enumerate(codes.view(torch.int32).tolist()):
         library.convert_on_cpu(ctypes.c_uint(word & 0xFFFFFFFF), ctypes.c_void_p(out[4 * i :].data_ptr()))
     return out
