@@ -1,6 +1,7 @@
 """Step inflation: the time of a speculative step over that of a plain decode step, on one GPU, one run.
 
     python -m sgl_specflow.eval inflation --model qwen3-8b --budgets 16,64,256 --out eval/results/step_inflation_h200.json
+    python -m sgl_specflow.eval inflation --model qwen3.6-27b --algorithms jetflow dflash_tfm --budgets 64 --out ...
 
 The models are shapes with made-up weights, so nothing would ever be accepted: SGLANG_SIMULATE_ACC_LEN forces an accept
 length (`simulated_accept`; a dummy tree may be too shallow for it, `measured_accept` is what came out). It is no accept
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
+from sgl_specflow.eval.heads import SHIPPED
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import MODELS
 from sgl_specflow.eval.step_profile import profile
@@ -98,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(SHIPPED), default=["jetflow"])
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
     parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
     parser.add_argument("--fp8-budgets", type=numbers, default=[], help="budgets measured with fp8_draft as well")
@@ -121,26 +124,30 @@ def main(arguments: list[str] | None = None) -> int:
     )
     longest = max(context for _, context in points) + MOST_NEW_TOKENS + 300
     most = max(batch for batch, _ in points)
-    target, head = shapes.write(Path(tempfile.mkdtemp(prefix="shapes_")), longest)
+    folder = Path(tempfile.mkdtemp(prefix="shapes_"))
+    target = shapes.write_target(folder, longest)
     base = [
         *("--model-path", str(target), *SHARED_FLAGS, "--max-running-requests", str(most)),
         *("--cuda-graph-max-bs-decode", str(most), "--max-total-tokens", str(options.max_total_tokens), *options.flags),
     ]
     servers = {
-        ("plain", name, False): [*base, "--attention-backend", name] for name in options.plain_backends.split(",")
+        ("plain", name, False): ([*base, "--attention-backend", name], {}) for name in options.plain_backends.split(",")
     }
-    for budget, fp8 in [(b, False) for b in options.budgets] + [(b, True) for b in options.fp8_budgets]:
-        servers["jetflow", budget, fp8] = [
-            *(*base, "--attention-backend", options.backend),
-            *tree_flags("jetflow", head, budget),
-        ]
-    simulated = {"SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept)}
+    for algorithm in options.algorithms:
+        head = shapes.write_head(folder, longest, causal=algorithm == "jetflow")
+        weaver = {"weaver": str(shapes.write_weaver(folder))} if algorithm == "dflash_tfm" else {}
+        for budget, fp8 in [(b, False) for b in options.budgets] + [(b, True) for b in options.fp8_budgets]:
+            environment = {
+                "SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept),
+                OPTIONS_VARIABLE: json.dumps({"fp8_draft": fp8, **weaver}),
+            }
+            flags = [*base, "--attention-backend", options.backend, *tree_flags(algorithm, head, budget)]
+            servers[algorithm, budget, fp8] = flags, environment
 
     def open_server(item):
-        key, flags = item
+        key, (flags, environment) = item
         algorithm, variant, fp8 = key
         log = options.logs / f"inflation-{options.model}-{algorithm}-{variant}{'-fp8' if fp8 else ''}.log"
-        environment = simulated | {OPTIONS_VARIABLE: json.dumps({"fp8_draft": fp8})} if algorithm != "plain" else None
         try:
             return key, start(flags, log=log, environment=environment, timeout=400)
         except Exception as error:
@@ -170,11 +177,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["rows"]:
         if "inflation" in row:
-            name = (
-                f"B={row['budget']}{' fp8' if row['fp8_draft'] else ''} batch {row['batch']} context {row['context']}"
-            )
+            name = f"{row['algorithm']} B={row['budget']}{' fp8' if row['fp8_draft'] else ''}"
+            name += f" batch {row['batch']} context {row['context']}"
             print(
-                f"{name:36} plain {row['plain_ms']:.2f} ms ({row['backend_plain']}) step {row['step_ms']:.2f} ms "
+                f"{name:44} plain {row['plain_ms']:.2f} ms ({row['backend_plain']}) step {row['step_ms']:.2f} ms "
                 f"inflation {row['inflation']:.3f}"
             )
     return 1 if result["failures"] else 0

@@ -4,7 +4,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from sgl_specflow.drafter.make import head_config
+from sgl_specflow.drafter.weaver import WeaverConfig, save_weaver
+from sgl_specflow.drafter.weaver.checkpoint import expected_shapes
 
 
 @dataclass(frozen=True)
@@ -17,30 +21,54 @@ class Shapes:
     head_heads: tuple[int, int]
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
+    weaver: WeaverConfig | None = None
 
-    def write(self, folder: Path, context: int) -> tuple[Path, Path]:
-        """Folders of the target and of a causal head, both for `context` positions."""
-        target, head = folder / "target", folder / "head"
-        config = self.target | {"max_position_embeddings": context}
-        head_dict = head_config(
-            hidden_size=config["hidden_size"],
+    def write_target(self, folder: Path, context: int) -> Path:
+        """A folder of the target's config for `context` positions."""
+        return _write_config(folder / "target", self.target | {"max_position_embeddings": context})
+
+    def write_head(self, folder: Path, context: int, causal: bool) -> Path:
+        """A folder of a head's config, causal or bidirectional, for `context` positions."""
+        config = head_config(
+            hidden_size=self.target["hidden_size"],
             intermediate_size=self.head_intermediate,
             num_hidden_layers=self.head_layers,
             num_attention_heads=self.head_heads[0],
             num_key_value_heads=self.head_heads[1],
             head_dim=128,
-            vocab_size=config["vocab_size"],
-            num_target_layers=config["num_hidden_layers"],
+            vocab_size=self.target["vocab_size"],
+            num_target_layers=self.target["num_hidden_layers"],
             target_layer_ids=list(self.target_layer_ids),
             mask_token_id=self.mask_token_id,
-            causal_head=True,
-            rope_theta=float(config["rope_theta"]),
+            causal_head=causal,
+            rope_theta=float(self.target["rope_theta"]),
             max_position_embeddings=context,
         )
-        for path, content in ((target, config), (head, head_dict)):
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "config.json").write_text(json.dumps(content, indent=1))
-        return target, head
+        return _write_config(folder / ("causal_head" if causal else "bidirectional_head"), config)
+
+    def write_weaver(self, folder: Path) -> Path:
+        """A folder of a Weaver of these shapes with random weights: a Weaver has no dummy loader."""
+        if self.weaver is None:
+            raise ValueError("no Weaver's shapes are published for this target: dflash_tfm is measured on qwen3.6-27b")
+        save_weaver(folder / "weaver", self.weaver, random_weaver(self.weaver, "cpu"))
+        return folder / "weaver"
+
+
+def _write_config(folder: Path, config: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def random_weaver(config: WeaverConfig, device: str) -> dict[str, torch.Tensor]:
+    """Float32 tensors of a Weaver, random and of a norm that keeps activations near one."""
+    torch.manual_seed(0)
+    return {
+        name: torch.ones(shape, device=device)
+        if len(shape) == 1
+        else torch.randn(shape, device=device) / shape[1] ** 0.5
+        for name, shape in expected_shapes(config).items()
+    }
 
 
 _QWEN3 = {
@@ -59,6 +87,18 @@ _QWEN3 = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
+
+# The published size, 56.7 million parameters, is that of three layers of width 1024 with an inner width of 3072.
+WEAVER_27B = WeaverConfig(
+    d_model=5120,
+    d_embed=5120,
+    d_rank=1024,
+    num_layers=3,
+    num_heads=16,
+    mlp_dim=3072,
+    depth=15,
+    candidate_pool_size=512,
+)
 
 MODELS = {
     "qwen3-8b": Shapes(
@@ -101,5 +141,36 @@ MODELS = {
         head_heads=(32, 4),
         target_layer_ids=(1, 12, 23, 34, 45),
         mask_token_id=151669,
+    ),
+    "qwen3.6-27b": Shapes(
+        target=_QWEN3
+        | {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 4,
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
+            "rope_theta": 10000000,
+            "vocab_size": 248320,
+        },
+        head_layers=5,
+        head_intermediate=17408,
+        head_heads=(32, 8),
+        target_layer_ids=(1, 16, 31, 46, 61),
+        mask_token_id=248070,
+        weaver=WEAVER_27B,
     ),
 }

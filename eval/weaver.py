@@ -15,36 +15,19 @@ from pathlib import Path
 
 import torch
 from sgl_specflow.eval.record import describe
+from sgl_specflow.eval.shapes import WEAVER_27B, random_weaver
 from sgl_specflow.eval.timing import microseconds
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, WeaverConfig
-from sgl_specflow.drafter.weaver.checkpoint import expected_shapes
 from sgl_specflow.tree import expansion_rounds
 
 VOCABULARY = 248320
 CHILDREN = 16
-# The published size, 56.7 million parameters, is that of three layers of width 1024 with an inner width of 3072.
-SHAPE = WeaverConfig(
-    d_model=5120,
-    d_embed=5120,
-    d_rank=1024,
-    num_layers=3,
-    num_heads=16,
-    mlp_dim=3072,
-    depth=15,
-    candidate_pool_size=512,
-)
 
 
 def make_weaver(config: WeaverConfig, vocabulary: int, device: str, dtype: torch.dtype) -> FoldedWeaver:
     """Random weights of the given shape over a random embedding and LM head."""
-    torch.manual_seed(0)
-    tensors = {
-        name: torch.ones(shape, device=device)
-        if len(shape) == 1
-        else torch.randn(shape, device=device) / shape[1] ** 0.5
-        for name, shape in expected_shapes(config).items()
-    }
+    tensors = random_weaver(config, device)
     embedding, lm_head = (
         torch.randn(vocabulary, width, device=device, dtype=dtype) / width**0.5
         for width in (config.d_embed, config.d_model)
@@ -85,10 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
     steps = _steps(options.step_ms)
-    weaver = make_weaver(SHAPE, VOCABULARY, "cuda", torch.bfloat16)
+    weaver = make_weaver(WEAVER_27B, VOCABULARY, "cuda", torch.bfloat16)
     rows = []
     for batch in options.batches:
-        inputs = make_inputs(SHAPE, VOCABULARY, batch, "cuda", torch.bfloat16)
+        inputs = make_inputs(WEAVER_27B, VOCABULARY, batch, "cuda", torch.bfloat16)
         for budget in options.budgets:
             for width, rounds in itertools.product(options.widths, options.rounds or [None]):
                 rounds = rounds or expansion_rounds(budget, width)
@@ -99,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    meta = describe(options.commit) | {"config": SHAPE.to_dict(), "vocabulary": VOCABULARY, "children": CHILDREN}
+    meta = describe(options.commit) | {"config": WEAVER_27B.to_dict(), "vocabulary": VOCABULARY, "children": CHILDREN}
     options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
 
