@@ -219,7 +219,8 @@ def measure(result: dict, key: tuple, server: Server, point: tuple[int, int], op
     if profiled:
         try:
             steps = profiled_step(server, batch, context, accept, time_["ms"])
-            result["profiles"].append({"server": list(key), "batch": batch, "context": context, **steps})
+            where = {"model": options.model, "server": list(key), "batch": batch, "context": context}
+            result["profiles"].append(where | steps)
         except Exception as error:
             _fail(result, key, profile=point, error=repr(error)[:500])
 

@@ -3,8 +3,8 @@
     python -m sgl_specflow.eval merge eval/results/acceptance_smollm2.json offline.json served.json
 
 The first file is written (and made, if it is missing); the others are added to it in their order. The result holds `runs`,
-the `meta` of each file that still has a row, and each row's `run`, an index into them. A row replaces an earlier one of
-the same drafter, method, head, Weaver, data set, budget, width, engine and batch (KEY).
+the `meta` of each file that still has a row, and each row's `run`, an index into them; profiles of steps are kept alike.
+A row replaces an earlier one that says what was measured in the same words (KEY).
 """
 
 import argparse
@@ -12,28 +12,44 @@ import json
 from pathlib import Path
 
 KEY = (
+    # Accept lengths.
     *("drafter", "method", "head", "causal", "loss", "data", "weaver", "weaver_width", "weaver_rounds", "fp8_draft"),
     *("dataset", "budget", "engine", "batch"),
+    # Times of steps and kernels.
+    *("model", "algorithm", "context", "server", "tensor_parallel", "requests", "nodes", "heads", "key_heads"),
+    *("value_heads", "kv_heads", "head_dim", "state_dtype", "implementation", "width", "rounds", "plain_batch"),
 )
+LISTS = ("rows", "profiles")
+
+
+def _key(item: dict) -> tuple:
+    # A tree server's row names the plain backend that it is compared with; a plain server's is measured on its own.
+    names = (*KEY, "backend_plain") if item.get("algorithm") == "plain" else KEY
+    return tuple(json.dumps(item.get(name)) for name in names)
 
 
 def merge(results: list[dict]) -> dict:
-    """{"meta", "runs", "rows"} of result files, later rows in the place of earlier ones of the same KEY.
+    """{"meta", "runs", "rows"} of result files, and "profiles" where one has any; later ones in the place of earlier ones
+    of the same KEY.
 
     `meta` is the last run's, for readers that know of one only.
     """
-    rows: dict[tuple, tuple[dict, dict]] = {}
+    kept: dict[str, dict[tuple, tuple[dict, dict]]] = {name: {} for name in LISTS}
     for result in results:
-        runs = result.get("runs", [result["meta"]])
-        for row in result["rows"]:
-            meta = runs[row.get("run", 0)]
-            rows[tuple(json.dumps(row.get(name)) for name in KEY)] = meta, row
+        known = result.get("runs", [result["meta"]])
+        for name in LISTS:
+            kept[name] |= {_key(item): (known[item.get("run", 0)], item) for item in result.get(name, [])}
     runs = []
-    for meta, _ in rows.values():
-        if meta not in runs:
-            runs.append(meta)
-    numbered = [row | {"run": runs.index(meta)} for meta, row in rows.values()]
-    return {"meta": runs[-1] if runs else {}, "runs": runs, "rows": numbered}
+    for items in kept.values():
+        for meta, _ in items.values():
+            if meta not in runs:
+                runs.append(meta)
+    lists = {
+        name: [item | {"run": runs.index(meta)} for meta, item in items.values()]
+        for name, items in kept.items()
+        if items or name == "rows"
+    }
+    return {"meta": runs[-1] if runs else {}, "runs": runs, **lists}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -44,3 +44,29 @@ def test_widths_of_a_weaver_are_rows_of_their_own(tmp_path):
     assert main([str(tmp_path / "out"), str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     result = json.loads((tmp_path / "out").read_text())
     assert [r["accept_length"] for r in result["rows"]] == [6.0, 6.5] and result["runs"] == [{"date": "1"}]
+
+
+def test_step_times_merge_with_their_profiles_and_plain_rows_of_each_backend():
+    def step(algorithm, budget, ms, backend="fa3", context=128):
+        return {
+            "model": "m", "algorithm": algorithm, "budget": budget, "batch": 1, "context": context, "step_ms": ms,
+            "backend_plain": backend,
+        }  # fmt: skip
+
+    profile = {"server": ["jetflow", 64, False], "batch": 1, "context": 128, "step_us": 7.0}
+    one = {
+        "meta": {"date": "1"},
+        "rows": [step("plain", None, 5.0), step("plain", None, 6.0, "triton"), step("jetflow", 64, 7.0)],
+        "profiles": [profile],
+    }
+    two = {
+        "meta": {"date": "2"},
+        "rows": [step("plain", None, 5.1), step("jetflow", 64, 6.5, "triton"), step("jetflow", 64, 9.0, context=4096)],
+        "profiles": [profile | {"step_us": 6.5}],
+    }
+    merged = merge([one, two])
+    assert [(r["algorithm"], r["backend_plain"], r["context"], r["step_ms"], r["run"]) for r in merged["rows"]] == [
+        ("plain", "fa3", 128, 5.1, 0), ("plain", "triton", 128, 6.0, 1), ("jetflow", "triton", 128, 6.5, 0),
+        ("jetflow", "fa3", 4096, 9.0, 0),
+    ]  # fmt: skip
+    assert merged["profiles"] == [profile | {"step_us": 6.5, "run": 0}]
