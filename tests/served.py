@@ -76,12 +76,14 @@ def make_small_moe_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -
     return _save_small(config, folder, sharpness, seed)
 
 
-def make_small_hybrid_target(folder: Path, kind: str = "qwen3.5", sharpness: float = 4.0, seed: int = 5) -> Path:
+def make_small_hybrid_target(
+    folder: Path, kind: str = "qwen3.5", sharpness: float = 4.0, seed: int = 5, context: int = CONTEXT
+) -> Path:
     """A model of HYBRIDS over the same 16 tokens: layers 0 and 2 are Gated Delta Net with two value heads a key head. Its
     decays differ from head to head and from token to token, so that a stale or a skipped state shows."""
     config_class, more = HYBRIDS[kind]
     config = config_class(
-        **SHAPE,
+        **SHAPE | {"max_position_embeddings": context},
         **more,
         num_hidden_layers=4,
         full_attention_interval=2,

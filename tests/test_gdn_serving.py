@@ -187,6 +187,38 @@ def test_no_state_a_node_is_allocated(tree_server):
     assert "intermediate_ssm_state_cache" not in log
 
 
+def test_long_answers_of_many_requests(folder, environment):
+    """Issue 5's proof: 64 prompts (a quarter of that on a CPU) of 256 tokens each, where prompts share beginnings, requests
+    finish and join all the time, and memory is too short for eight at once."""
+    count, context = (64 if torch.cuda.is_available() else 16), 448
+    target = make_small_hybrid_target(folder / "long-target", context=context)
+    head = make_small_head(
+        folder / "long-head", True, num_target_layers=4, target_layer_ids=[0, 2], max_position_embeddings=context
+    )
+    first = [greedy(ids, 8) for ids in prompts(8, seed=31, longest=100)]
+
+    def answers(server):
+        """Eight short ones, then those that go on from their ends, where the prefix cache keeps a state."""
+        begun = [body["input_ids"] + a["output_ids"] for body, a in zip(first, generate(server, first))]
+        ends = prompts(count, seed=32, longest=60)
+        return generate(server, [greedy(begun[i % 8] + ids, 256) for i, ids in enumerate(ends)])
+
+    plain_flags, short_of_memory = (
+        ["--disable-overlap-schedule", "--disable-radix-cache"],
+        ["--max-total-tokens", "1500"],
+    )
+    with serve(target, folder / "long-plain.log", *NO_WARMUP, *plain_flags, environment=environment) as server:
+        plain = answers(server)
+    flags = tree_flags("jetflow", head, 64, *short_of_memory)
+    with serve(target, folder / "long-tree.log", *flags, environment=environment) as server:
+        tree = answers(server)
+        log = server.log.read_text()
+    assert [outcome(a) for a in tree] == [outcome(a) for a in plain]
+    assert all(len(a["output_ids"]) == 256 for a in tree) and accept_length(tree) > 1.3
+    assert "retract" in log.lower()
+    assert max(a["meta_info"]["cached_tokens"] for a in tree) > 30
+
+
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_plain_decoding_is_the_model_that_the_checkpoint_holds(kind, targets, plain_answers):
     """Every expert and every decay was loaded: transformers chooses the same tokens from the same files."""
