@@ -5,8 +5,8 @@
 
 The models are shapes with made-up weights, so nothing would ever be accepted: SGLANG_SIMULATE_ACC_LEN forces an accept
 length (`simulated_accept`; a dummy tree may be too shallow for it, `measured_accept` is what came out). It is no accept
-length of anything. All servers run at once and are measured one after the other, each with its GPU to itself at that
-time. A time is the median distance between two streamed chunks of a request, one chunk a step, with `batch` equal
+length of anything. A group of servers runs at once and is measured one after the other, each with its GPU to itself
+at that time; the file is written after each group. A time is the median distance between two streamed chunks of a request, one chunk a step, with `batch` equal
 requests running.
 """
 
@@ -155,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     result = {"meta": describe(options.commit), "rows": [], "profiles": [], "failures": []}
     waiting = list(servers.items())
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     while waiting:
         group, waiting = waiting[: options.at_once], waiting[options.at_once :]
         running: dict[tuple, Server] = {}
@@ -172,9 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
             finally:
                 for server in running.values():
                     server.stop()
-    add_inflation(result["rows"])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+        add_inflation(result["rows"])
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["rows"]:
         if "inflation" in row:
             name = f"{row['algorithm']} B={row['budget']}{' fp8' if row['fp8_draft'] else ''}"
