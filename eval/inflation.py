@@ -5,9 +5,9 @@
 
 The models are shapes with made-up weights, so nothing would ever be accepted: SGLANG_SIMULATE_ACC_LEN forces an accept
 length (`simulated_accept`; a dummy tree may be too shallow for it, `measured_accept` is what came out). It is no accept
-length of anything. A group of servers runs at once and is measured one after the other, each with its GPU to itself
-at that time; the file is written after each group. A time is the median distance between two streamed chunks of a request, one chunk a step, with `batch` equal
-requests running.
+length of anything. Servers of a group run together and are measured one after the other, each with its GPU to itself at
+that time; the file is written after each group. A time is the median distance between two streamed chunks of a request,
+one chunk a step, with `batch` equal requests running.
 """
 
 import argparse
