@@ -14,11 +14,13 @@ DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is com
 MOST_ROWS = 64
 LEAST_CAPABILITY = (9, 0)  # clusters
 CLUSTERS = (1, 2, 4)
+TILES = (32, 64, 128)
 MOST_STAGES = 6
 # As the source has them.
 WARPS, CHUNK = 8, 64
 THREADS = 32 * WARPS
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
+_TURN_COST = {1: 4000, 2: 19000, 4: 67000}  # by cluster, in bytes of weights: 28000 are a microsecond
 _SUM_COST = 128  # a tile's sums over warps and blocks take about as long as this much of a block's depth
 
 
@@ -130,6 +132,11 @@ def _check(variant: Variant, x: torch.Tensor) -> None:
     wanted = x.dtype, row_tiles_of(len(x)), steps_of(x.shape[1], variant.cluster)
     if (variant.dtype, variant.row_tiles, variant.kept_steps or wanted[2]) != wanted:
         raise ValueError(f"fp8_linear: x {x.dtype} {tuple(x.shape)} is not what {variant} is for")
+    if variant.shared_bytes > HOPPERS_SHARED_BYTES:
+        raise ValueError(
+            f"fp8_linear: {variant} needs {variant.shared_bytes} bytes of shared memory, {HOPPERS_SHARED_BYTES} are there: "
+            "take fewer stages, or do not keep x"
+        )
 
 
 def linear_arguments(x, weight, scale, out) -> LinearArguments:
@@ -157,14 +164,25 @@ def block_time(variant: Variant, depth: int, features: int, multiprocessors: int
     return turns * (variant.tile * (own_depth + _SUM_COST)) + (1 if variant.kept_steps else turns) * x_bytes
 
 
+def _few_rows_time(variant: Variant, depth: int, features: int, multiprocessors: int) -> int:
+    """`block_time` up to 16 rows, within a tenth of what was measured behind another kernel, save a constant 5 us."""
+    turns = _tiles_of_a_block(features, variant.tile, variant.cluster, multiprocessors)
+    own_depth = steps_of(depth, variant.cluster) * WARPS * CHUNK
+    return turns * (variant.tile * own_depth + _TURN_COST[variant.cluster])
+
+
 @functools.cache
 def choose(dtype: torch.dtype, rows: int, depth: int, features: int, multiprocessors: int) -> Variant:
-    """The variant of a shape: the widest tiles, two stages, and the cluster size whose blocks copy the least.
+    """The variant of a shape, two stages deep, as measured on an H200 (eval/results/fp8_linear_variants_h200.json).
 
-    That is what has been measured (docs/performance.md). `alternatives` has the rest: `python -m sgl_specflow.eval
-    fp8_linear --sweep` measures them, and what it finds goes here.
+    Up to 16 rows a block's time is that of its weights and of its turns, of which each waits for the cluster's other blocks:
+    copies of x hide behind both. With more rows x counts too (`block_time`; measured with the widest tiles only).
+    `python -m sgl_specflow.eval fp8_linear --sweep` measures all `alternatives`.
     """
     row_tiles = row_tiles_of(rows)
+    if row_tiles == 1:
+        forms = [Variant(dtype, row_tiles, cluster, tile) for cluster in CLUSTERS for tile in TILES]
+        return min(forms, key=lambda form: _few_rows_time(form, depth, features, multiprocessors))
     tile = 128 if row_tiles <= 2 else 64
     of_clusters = [Variant(dtype, row_tiles, cluster, tile) for cluster in CLUSTERS]
     return min(of_clusters, key=lambda variant: block_time(variant, depth, features, multiprocessors))
@@ -180,7 +198,7 @@ def alternatives(
     """Variants worth a measurement: all that fit a block's shared memory and whose `block_time` is at most `worst` times
     the best one's, or `choose`'s. Rings are of two stages, or as deep as fits and as there are steps."""
     row_tiles, found = row_tiles_of(rows), []
-    for cluster, tile, keeps, dependent in itertools.product(CLUSTERS, (32, 64, 128), (False, True), (False, True)):
+    for cluster, tile, keeps, dependent in itertools.product(CLUSTERS, TILES, (False, True), (False, True)):
         if tile * row_tiles > 256:
             continue  # more sums than registers
         kept = steps_of(depth, cluster) if keeps else 0

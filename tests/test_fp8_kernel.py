@@ -54,12 +54,12 @@ CASES = [  # rows, features, depth, dtype, cluster, clusters that run together
 ]
 FORMS = [  # rows, features, depth, dtype, cluster, clusters that run together, tile, stages, whether x is kept, dependent
     (16, 70, 2064, BFLOAT, 1, 1, 32, 6, False, True),  # fewer steps than stages
-    (5, 100, 4176, HALF, 1, 2, 32, 4, True, True),  # steps end inside a turn of the ring
+    (5, 100, 4176, HALF, 1, 2, 32, 3, True, True),  # steps end inside a turn of the ring
     (16, 150, 3088, BFLOAT, 2, 1, 64, 4, True, False),
     (9, 130, 1040, BFLOAT, 2, 1, 64, 4, False, True),
     (16, 257, 2064, BFLOAT, 2, 2, 128, 2, True, True),
     (16, 140, 4176, BFLOAT, 4, 1, 128, 2, True, True),
-    (13, 65, 6160, BFLOAT, 4, 1, 64, 5, True, True),
+    (13, 65, 6160, BFLOAT, 4, 1, 64, 4, True, True),
     (16, 33, 2064, HALF, 4, 1, 32, 3, False, False),
     (32, 90, 2064, BFLOAT, 2, 1, 32, 3, True, True),
     (31, 130, 1040, BFLOAT, 1, 1, 128, 2, False, True),
@@ -118,6 +118,11 @@ def test_the_cuda_source_multiplies(case):
     # The order in which warps and lanes run shows nowhere, nor does how many blocks there are.
     backwards = linear_on_cpu(x, weight, scale, variant, -(-features // variant.tile), reversed_order=True)
     assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
+
+
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_every_form_here_fits_a_blocks_shared_memory(case):
+    assert form_of(case).shared_bytes <= fp8_linear_cuda.HOPPERS_SHARED_BYTES
 
 
 @on_cpu

@@ -19,6 +19,7 @@ from sgl_specflow.tree import unpack_bits
 
 # Interpreted Triton (TRITON_INTERPRET=1) runs on CPU tensors; the tests use it.
 _BLOCK = 1024
+_CONV_ROWS, _CONV_BLOCK = 4, 256  # nodes and channels of a program
 
 
 def nearest_ancestors(
@@ -99,9 +100,9 @@ def tree_conv(
     if _choose(implementation, x) == "naive":
         return _tree_conv_naive(x, window, slots, table, weight, bias, activation, inputs, out)
     channels = x.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(channels))
+    rows, block = min(_CONV_ROWS, triton.next_power_of_2(nodes)), min(_CONV_BLOCK, triton.next_power_of_2(channels))
     if requests:
-        _tree_conv_kernel[(requests * nodes, triton.cdiv(channels, block))](
+        _tree_conv_kernel[(triton.cdiv(channels, block), triton.cdiv(nodes, rows), requests)](
             x,
             window,
             slots,
@@ -121,6 +122,7 @@ def tree_conv(
             HAS_BIAS=bias is not None,
             SILU=activation is not None,
             KEEP=inputs is not None,
+            ROWS=rows,
             BLOCK=block,
             num_warps=4,
         )
@@ -266,34 +268,44 @@ def _tree_conv_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    request = row // nodes
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < channels
+    """ROWS nodes of one request, which share what is read of the window and of the taps, one number a channel apart."""
+    request = tl.program_id(2).to(tl.int64)
+    node = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = channel < channels
     slot = tl.load(slots + request).to(tl.int64)
     live = slot >= 0
+    written = (node < nodes)[:, None] & exists[None, :]
+    read = written & live
+    row = request * nodes + node
+    own = tl.load(x + (row * stride_x)[:, None] + channel[None, :], mask=read, other=0.0)
     taps = weight + channel * stride_weight
-    own = tl.load(x + row.to(tl.int64) * stride_x + channel, mask=mask & live, other=0.0)
-    total = own.to(tl.float32) * tl.load(taps + HISTORY * stride_tap, mask=mask, other=0.0).to(tl.float32)
     committed = window + slot * stride_slot + channel * stride_channel
+    total = own.to(tl.float32) * tl.load(taps + HISTORY * stride_tap, mask=exists, other=0.0).to(tl.float32)[None, :]
     for t in tl.static_range(HISTORY):
-        node = tl.load(table + row * HISTORY + t)
-        inside = node >= 0
-        above = (request * nodes + node).to(tl.int64)
-        drafted = tl.load(x + above * stride_x + channel, mask=mask & live & inside, other=0.0)
-        before = tl.load(committed + (HISTORY + node) * stride_history, mask=mask & live & (node < 0), other=0.0)
-        tap = tl.load(taps + (HISTORY - 1 - t) * stride_tap, mask=mask, other=0.0).to(tl.float32)
-        total += tl.where(inside, drafted.to(window.dtype.element_ty), before).to(tl.float32) * tap
+        above = tl.load(table + row * HISTORY + t, mask=node < nodes, other=0)
+        drafted = tl.load(
+            x + ((request * nodes + above) * stride_x)[:, None] + channel[None, :],
+            mask=read & (above >= 0)[:, None],
+            other=0.0,
+        )
+        source = drafted.to(window.dtype.element_ty)
+        for h in tl.static_range(HISTORY):  # the committed inputs, the newest first
+            before = tl.load(committed + (HISTORY - 1 - h) * stride_history, mask=exists & live, other=0.0)
+            source = tl.where((above == -1 - h)[:, None], before[None, :], source)
+        tap = tl.load(taps + (HISTORY - 1 - t) * stride_tap, mask=exists, other=0.0).to(tl.float32)
+        total += source.to(tl.float32) * tap[None, :]
     if HAS_BIAS:
-        total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
     if SILU:
         total = total / (1.0 + tl.exp(-total))
-    tl.store(out + row.to(tl.int64) * channels + channel, tl.where(live, total, 0.0), mask=mask)
+    tl.store(out + (row * channels)[:, None] + channel[None, :], tl.where(live, total, 0.0), mask=written)
     if KEEP:
-        kept = inputs + request.to(tl.int64) * stride_inputs_request + (row % nodes) * stride_inputs_node
-        tl.store(kept + channel, own.to(inputs.dtype.element_ty), mask=mask & live)
+        kept = inputs + request * stride_inputs_request + (node.to(tl.int64) * stride_inputs_node)[:, None]
+        tl.store(kept + channel[None, :], own.to(inputs.dtype.element_ty), mask=read)
 
 
 @triton.jit
