@@ -323,6 +323,9 @@ def gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETING, reason=reason)(test))
 
 
+kernels = pytest.mark.parametrize("implementation", ["triton", "cuda"])
+
+
 @named(CASES + NAIVE_ONLY)
 def test_naive_is_softmax_over_prefix_and_ancestors(case):
     check(case, "naive", "cpu")
@@ -359,15 +362,16 @@ def test_compiled_kernel_with_the_tables_tiles(case):
 
 
 @gpu
-def test_a_captured_graph_follows_prefix_lengths():
+@kernels
+def test_a_captured_graph_follows_prefix_lengths(implementation):
     case = Case("graph", prefix=(900, 40), nodes=33, heads=(8, 2), head_dim=128, value_dim=128, dtype=torch.bfloat16)
     inputs = make_inputs(case, "cuda")
     scratch = TreeAttentionScratch.allocate(2, (33,), 8, 2, 128, 128, torch.bfloat16, "cuda")
-    tree_attention(**inputs, scratch=scratch)
+    tree_attention(**inputs, scratch=scratch, implementation=implementation)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tree_attention(**inputs, scratch=scratch)
+        tree_attention(**inputs, scratch=scratch, implementation=implementation)
     for bounds in ([0, 900, 940], [0, 1, 1], [0, 0, 700], [0, 512, 513]):
         inputs["prefix_indptr"].copy_(torch.tensor(bounds, dtype=torch.int32))
         inputs["out"].fill_(NAN)
@@ -376,16 +380,17 @@ def test_a_captured_graph_follows_prefix_lengths():
 
 
 @gpu
+@kernels
 @pytest.mark.parametrize("prefix", [100, 30])
-def test_what_follows_in_a_graph_sees_the_whole_output(prefix):
+def test_what_follows_in_a_graph_sees_the_whole_output(prefix, implementation):
     """Where nothing is cut into pieces, the merge kernel, which starts early, has nothing to do and must still wait."""
     case = Case("short", prefix=(prefix,), nodes=64, heads=(32, 8), head_dim=128, value_dim=128, dtype=torch.bfloat16)
     inputs = make_inputs(case, "cuda")
     copy = torch.empty_like(inputs["out"])
-    tree_attention(**inputs)
+    tree_attention(**inputs, implementation=implementation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tree_attention(**inputs)
+        tree_attention(**inputs, implementation=implementation)
         copy.copy_(inputs["out"])
     expected = None
     for _ in range(1000):
@@ -397,15 +402,16 @@ def test_what_follows_in_a_graph_sees_the_whole_output(prefix):
 
 
 @gpu
-def test_repeated_calls_give_the_same_bits():
+@kernels
+def test_repeated_calls_give_the_same_bits(implementation):
     inputs = make_inputs(
         Case("repeat", prefix=(4000, 17), nodes=64, heads=(32, 8), head_dim=128, value_dim=128, dtype=torch.bfloat16),
         "cuda",
     )
-    first = tree_attention(**inputs).clone()
+    first = tree_attention(**inputs, implementation=implementation).clone()
     for _ in range(20):
         inputs["out"].fill_(NAN)
-        assert torch.equal(tree_attention(**inputs), first)
+        assert torch.equal(tree_attention(**inputs, implementation=implementation), first)
 
 
 def test_a_row_that_sees_nothing_gives_zero():
@@ -451,7 +457,9 @@ def test_what_breaks_the_contract_is_refused_by_name():
             tree_attention(**inputs | change)
 
 
-def test_what_the_kernel_cannot_serve_is_refused_by_name():
+def test_what_the_kernels_cannot_serve_is_refused_by_name():
+    with pytest.raises(UnsupportedTreeAttention, match="the CUDA kernel of tree_attention needs a device"):
+        tree_attention(**make_inputs(Case("cpu"), "cpu"), implementation="cuda")
     for case, message in (
         (Case("dim", head_dim=96, value_dim=96), "head dimensions"),
         (Case("pool", dtype=torch.bfloat16, pool_dtype=torch.float16), "float8_e4m3fn, not torch.float16"),

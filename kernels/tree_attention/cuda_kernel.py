@@ -21,6 +21,11 @@ MOST_PORTABLE_CLUSTER = 8
 THREADS, TILE, WORDS = 256, 64, 11
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
 LOG2_E = math.log2(math.e)
+NEEDS = (
+    f"a device of compute capability 9.0 on, q, k_pool and v_pool of one dtype, bfloat16 or float16, heads of {HEAD_DIM}, "
+    f"to {MOST_GROUP} query heads a kv head, to {MOST_NODES} nodes and {MOST_REQUESTS} requests, no sliding window, float32 "
+    "sinks, and rows of q, k_pool, v_pool and out at 16-byte addresses"
+)
 
 
 @dataclass(frozen=True)
