@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 import torch
+from attention_cases import NAN, Case, make_inputs
 from attention_on_cpu import COMPILER, attention_on_cpu
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
 from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES, Variant, choose, fits
 from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
-from test_tree_attention import NAN, Case, make_inputs
 
 NVCC = shutil.which("nvcc")
 BFLOAT, HALF = torch.bfloat16, torch.float16
