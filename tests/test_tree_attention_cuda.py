@@ -15,7 +15,11 @@ from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
 
 NVCC = shutil.which("nvcc")
 BFLOAT, HALF = torch.bfloat16, torch.float16
-FORMS = pytest.mark.parametrize("wgmma", [False, True], ids=["mma", "wgmma"])
+FORMS = {
+    "mma": {},
+    "wgmma": {"wgmma": True},
+    "overlap": {"wgmma": True, "overlap": True},
+}
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
 
 # prefix lengths, nodes, (query heads, kv heads), cluster, more of Case
@@ -72,11 +76,11 @@ def inputs_of(entry, device="cpu") -> dict:
     return inputs
 
 
-def variant_of(entry, wgmma=False, **changes) -> Variant:
+def variant_of(entry, **changes) -> Variant:
     case = case_of(entry)
     group = case.heads[0] // case.heads[1]
     capped = "logit_cap" in case.options
-    return Variant(case.dtype, group, 1 if case.nodes * group <= 64 else 2, entry[3], capped, wgmma, **changes)
+    return Variant(case.dtype, group, 1 if case.nodes * group <= 64 else 2, entry[3], capped, **changes)
 
 
 def assert_attention(out, inputs):
@@ -89,11 +93,14 @@ def assert_attention(out, inputs):
 
 
 @on_cpu
-@FORMS
-@pytest.mark.parametrize("entry", GRID, ids=str)
-def test_the_cuda_source_attends(entry, wgmma):
+@pytest.mark.parametrize(
+    "entry, form",
+    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 1)) for entry in GRID[::step]],
+    ids=str,
+)
+def test_the_cuda_source_attends(entry, form):
     inputs = inputs_of(entry)
-    variant = variant_of(entry, wgmma)
+    variant = variant_of(entry, **FORMS[form])
     out = attention_on_cpu(inputs, variant).clone()
     assert_attention(out, inputs)
     if entry in GRID[2::4]:  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
@@ -123,13 +130,15 @@ def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count()
     assert torch.equal(attention_on_cpu(inputs, variant_of(entry)), expected)
 
 
-BROKEN = {
-    "keys behind the last count": ("left < 32 ? (1u << left) - 1u : ~0u", "~0u"),
-    "a bit early": ("<< before |", "<< (before - 1) |"),
-    "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f"),
-    "one part too few": ("part < PARTS; ++part", "part < PARTS - 1; ++part"),
-    "unswizzled keys": ("(piece ^ row) % 8]", "piece % 8]"),
-    "a turn too early": ("copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"),
+BROKEN = {  # what becomes of the source, and the prefix that shows it
+    "bits behind the nodes count": ("left < 32 ? (1u << left) - 1u : ~0u", "~0u", 20),
+    "a bit early": ("<< before |", "<< (before - 1) |", 20),
+    "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f", 230),
+    "one part too few": ("part < PARTS; ++part", "part < PARTS - 1; ++part", 20),
+    "unswizzled keys": ("(piece ^ row) % 8]", "piece % 8]", 20),
+    "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
+    "a stage too early": ("int stage = 0, free_stage = 0;", "int stage = 0, free_stage = 1;", 650),
+    "a slot of another key": ("__shfl_sync(~0u, own_slot, key)", "__shfl_sync(~0u, own_slot, key ^ 1)", 20),
 }
 
 
@@ -137,15 +146,17 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_source_is_found(name):
     """The cases tell a wrong kernel from a right one."""
-    old, new = BROKEN[name]
+    old, new, prefix = BROKEN[name]
     text = cuda_kernel.SOURCE.read_text()
     assert text.count(old) == 1
-    entry = ((230,), 40, (2, 1), 2, {})  # two or three tiles a block
+    entry = ((prefix,), 40, (2, 1), 1, {})
     inputs = inputs_of(entry)
     inputs["ancestors"][:, :, 1] |= -1 << 8
     with pytest.raises(AssertionError):
-        # By wgmma, whose swizzle is the emulation's own.
-        assert_attention(attention_on_cpu(inputs, variant_of(entry, True), source=text.replace(old, new)), inputs)
+        # By wgmma, of which the swizzle is the emulation's own.
+        assert_attention(
+            attention_on_cpu(inputs, variant_of(entry, **FORMS["overlap"]), source=text.replace(old, new)), inputs
+        )
 
 
 def test_what_the_kernel_does_not_take():
@@ -177,7 +188,7 @@ def test_a_cluster_fills_the_device(requests, nodes, kv_heads, group, cluster):
 
 
 VARIANTS = [
-    Variant(dtype, group, row_groups, cluster, capped, wgmma, dependent=dependent)
+    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, **form)
     for dtype, group, row_groups, cluster, capped, dependent in (
         (BFLOAT, 4, 2, 8, False, False),
         (BFLOAT, 4, 1, 8, False, True),
@@ -185,7 +196,7 @@ VARIANTS = [
         (HALF, 7, 1, 16, False, False),
         (BFLOAT, 16, 2, 4, True, False),
     )
-    for wgmma in (False, True)
+    for form in FORMS.values()
 ]
 
 
@@ -214,16 +225,16 @@ def test_nvrtc_compiles_it(tmp_path, monkeypatch):
 
 
 @gpu
-@FORMS
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("entry", ON_THE_GPU, ids=str)
-def test_the_compiled_kernel_attends(entry, wgmma):
-    if wgmma and nvrtc.architecture(0) != "sm_90a":
+def test_the_compiled_kernel_attends(entry, form):
+    if form != "mma" and nvrtc.architecture(0) != "sm_90a":
         pytest.skip("wgmma is Hopper's alone")
     inputs = inputs_of(entry, "cuda")
     case, multiprocessors = case_of(entry), torch.cuda.get_device_properties(0).multi_processor_count
     (heads, kv_heads), requests = case.heads, len(case.prefix)
-    variant = choose(case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False, multiprocessors, wgmma)
-    variant = dataclasses.replace(variant, cluster=entry[3] or variant.cluster)
+    variant = choose(case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False, multiprocessors, False)
+    variant = dataclasses.replace(variant, cluster=entry[3] or variant.cluster, **FORMS[form])
     assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
 
 
@@ -238,7 +249,7 @@ def test_the_compiled_kernel_serves_all_options(entry):
 def test_dependent_launches_in_a_graph_follow_lengths():
     entry = ((900, 40), 33, (8, 2), 4, {})
     inputs = inputs_of(entry, "cuda")
-    variant = variant_of(entry, nvrtc.architecture(0) == "sm_90a", dependent=True)
+    variant = variant_of(entry, wgmma=nvrtc.architecture(0) == "sm_90a", dependent=True)
     cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -36,6 +36,7 @@ class Variant:
         dtype: of q, k and v. group: query heads of a kv head. row_groups: 64 rows of a block each, 1 or 2; with 1 the
             block's other half works on other keys. cluster: blocks that share a request's keys.
         capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
+        overlap: with wgmma, products with values run while the next logits become weights.
         stages: turns of the ring, 3 at least. dependent: launched ahead inside CUDA graphs.
     """
 
@@ -45,6 +46,7 @@ class Variant:
     cluster: int
     capped: bool = False
     wgmma: bool = False
+    overlap: bool = False
     stages: int = 0
     dependent: bool = False
 
@@ -72,6 +74,7 @@ class Variant:
             "STAGES": self.ring,
             "CAPPED": int(self.capped),
             "WGMMA": int(self.wgmma),
+            "OVERLAP": int(self.overlap),
             "DEPENDENT": int(self.dependent),
             "SHARED_BYTES": self.shared_bytes,
         }

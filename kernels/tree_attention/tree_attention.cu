@@ -7,8 +7,8 @@
 // sums in its own shared memory, and all blocks of the cluster merge a part of the rows, reading each other's: nothing
 // goes through global memory. A block without tiles has nothing to add and helps to merge.
 //
-// What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; a tile's slots are read a turn before
-// its keys and values are asked for, those STAGES - 1 turns before they are needed. Ancestor bits are read once a block,
+// What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
+// later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
 // while the first tiles are under way, and only where the block has tiles of the tree.
 //
 // Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), a head's halves one after the other, and the 16-byte
@@ -196,7 +196,8 @@ constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS; 
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
 constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
-constexpr int OWN_PIECES = TURN * PIECES / THREADS;  // of the keys of a turn, that a thread copies, and of the values
+constexpr int WARP_KEYS = TURN / WARPS;
+constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
 constexpr int PARTS = CLUSTER * KEY_GROUPS;
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 static_assert(PARTS <= 32 && STAGES >= 3, "a lane has one part; sums take no more than three stages");
@@ -263,35 +264,32 @@ struct Block {
         return reinterpret_cast<char*>(base) + token * token_stride + (head * GROUP + at % GROUP) * head_stride;
     }
 
-    // The slots of the keys of a turn that this thread copies, -1 behind the last.
-    __device__ __forceinline__ void read_slots(int (&slots)[OWN_PIECES], int first_key) const {
-        const int* prefix = reinterpret_cast<const int*>(arguments.prefix_slots);
-        const int* node = reinterpret_cast<const int*>(arguments.node_slots);
-        const int prefix_wide = int(arguments.prefix_wide), node_wide = int(arguments.node_wide);
-#pragma unroll
-        for (int i = 0; i < OWN_PIECES; ++i) {
-            const int key = first_key + int(threadIdx.x) / PIECES + i * (THREADS / PIECES);
-            const int* slot = key < length ? prefix + (i64(begin + key) << prefix_wide)
-                                           : node + (i64(request * nodes + key - length) << node_wide);
-            slots[i] = key < keys_end ? *slot : -1;
-        }
+    // A warp copies WARP_KEYS keys of a turn, two at a time. The slot of one of them, lane % WARP_KEYS, -1 behind the last.
+    __device__ __forceinline__ int read_slot(int first_key) const {
+        const int key = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
+        const bool in_prefix = key < length;
+        const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
+        const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
+        return key < keys_end ? slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)] : -1;
     }
-    __device__ __forceinline__ void copy_turn(Turn& turn, const int (&slots)[OWN_PIECES]) const {
-        const int piece = threadIdx.x % PIECES;
+    __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
+        const int piece = threadIdx.x % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
         const char* k = reinterpret_cast<const char*>(arguments.k_pool) + head * arguments.k_head + piece * 16;
         const char* v = reinterpret_cast<const char*>(arguments.v_pool) + head * arguments.v_head + piece * 16;
         const int k_slot = int(arguments.k_slot), v_slot = int(arguments.v_slot);
+        Tile& keys = turn.keys[first / TILE];
+        Tile& values = turn.values[first / TILE];
+        int slots[WARP_KEYS / 2];
 #pragma unroll
-        for (int i = 0; i < OWN_PIECES; ++i) {
-            const int key = threadIdx.x / PIECES + i * (THREADS / PIECES);
-            copy_async_16(place(turn.keys[key / TILE].half, key % TILE, piece), k + i64(max(slots[i], 0)) * k_slot,
-                          slots[i] >= 0);
+        for (int i = 0; i < WARP_KEYS / 2; ++i) {
+            const int key = i * 2 + threadIdx.x % 32 / PIECES;
+            slots[i] = __shfl_sync(~0u, own_slot, key);
+            copy_async_16(place(keys.half, first % TILE + key, piece), k + i64(max(slots[i], 0)) * k_slot, slots[i] >= 0);
         }
 #pragma unroll
-        for (int i = 0; i < OWN_PIECES; ++i) {
-            const int key = threadIdx.x / PIECES + i * (THREADS / PIECES);
-            copy_async_16(place(turn.values[key / TILE].half, key % TILE, piece), v + i64(max(slots[i], 0)) * v_slot,
-                          slots[i] >= 0);
+        for (int i = 0; i < WARP_KEYS / 2; ++i) {
+            const int key = i * 2 + threadIdx.x % 32 / PIECES;
+            copy_async_16(place(values.half, first % TILE + key, piece), v + i64(max(slots[i], 0)) * v_slot, slots[i] >= 0);
         }
     }
 
@@ -323,7 +321,7 @@ struct Block {
 // A warp's 16 rows: sums of weighted values, the greatest logit (base 2, scaled) and the lane's share of the weights' sum,
 // each of rows lane / 4 and lane / 4 + 8.
 struct Rows {
-    unsigned queries[DIM / 16][4];
+    unsigned queries[DIM / 16][4], weights[TILE / 16][4];
     float sums[DIM / 8][4] = {};
     float peak[2], total[2] = {};
 
@@ -334,6 +332,7 @@ struct Rows {
             load_matrix_x4(queries[step], place(const_cast<Shared&>(shared).queries, first + lane % 16, step * 2 + lane / 16));
     }
 
+    // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
     __device__ __forceinline__ void multiply_keys(float (&logits)[TILE / 8][4], Tile& keys) {
 #if WGMMA
         const unsigned start = shared_address(&keys);
@@ -344,8 +343,6 @@ struct Rows {
             multiply_keys_16(logits, queries[step],
                              operand(start + step / 4 * (TILE * 128) + step % 4 * 32, 16, 1024), step > 0);
         commit_products();
-        wait_for_products<0>();
-        hold(logits);
 #else
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -364,10 +361,11 @@ struct Rows {
 #endif
     }
 
-    // Logits become weights, what has been summed is scaled to the same peak. With MASKED, columns whose bit in `seen` (of
-    // each row) is 0 do not count.
+    // Logits become weights; `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
+    // `seen` (of each row) is 0 do not count.
     template <bool MASKED>
-    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], const u64 (&seen)[2], float scale, float inner_scale) {
+    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], const u64 (&seen)[2], float scale,
+                                          float inner_scale) {
         const float minus_infinity = __uint_as_float(MINUS_INFINITY);
         float most[2] = {minus_infinity, minus_infinity};
         unsigned bits[2][2];
@@ -389,7 +387,7 @@ struct Rows {
                 if (MASKED && !(bits[i / 2][n / 4] & 1u << (n % 4 * 8 + i % 2))) logit = minus_infinity;
                 most[i / 2] = fmaxf(most[i / 2], logit);
             }
-        float base[2], decay[2];
+        float base[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
@@ -407,30 +405,31 @@ struct Rows {
                 logits[n][i] = exp2_approx(fmaf(logits[n][i], scale, -base[i / 2]));
                 total[i / 2] += logits[n][i];
             }
+    }
+    // Weights to operands, and sums to the weights' peak.
+    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2]) {
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                weights[step][i] = pack(logits[step * 2 + i / 2][i % 2 * 2], logits[step * 2 + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[n][i] *= decay[i / 2];
     }
 
-    __device__ __forceinline__ void multiply_values(const float (&weights)[TILE / 8][4], Tile& values) {
-        unsigned packed[TILE / 16][4];
-#pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                packed[step][i] = pack(weights[step * 2 + i / 2][i % 2 * 2], weights[step * 2 + i / 2][i % 2 * 2 + 1]);
+    // sums += weights values.
+    __device__ __forceinline__ void add_values(Tile& values) {
 #if WGMMA
         const unsigned start = shared_address(&values);
-        hold(packed);
+        hold(weights);
         hold(sums);
         before_products();
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
-            multiply_values_16(sums, packed[step], operand(start + step * 2048, VALUES_LEADING, VALUES_STRIDE));
+            multiply_values_16(sums, weights[step], operand(start + step * 2048, VALUES_LEADING, VALUES_STRIDE));
         commit_products();
-        wait_for_products<0>();
-        hold(sums);
 #else
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -439,9 +438,43 @@ struct Rows {
             for (int n = 0; n < DIM / 8; n += 2) {
                 unsigned b[4];
                 load_matrix_x4_transposed(b, place(values.half, step * 16 + lane % 16, n + lane / 16));
-                multiply_tiles(sums[n], packed[step], b[0], b[1]);
-                multiply_tiles(sums[n + 1], packed[step], b[2], b[3]);
+                multiply_tiles(sums[n], weights[step], b[0], b[1]);
+                multiply_tiles(sums[n + 1], weights[step], b[2], b[3]);
             }
+#endif
+    }
+
+    // A tile. With OVERLAP its values wait for the next tile's turn, and the values of the tile before (none if FIRST) are
+    // multiplied while this one's logits become weights.
+    template <bool FIRST, bool MASKED>
+    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
+        float logits[TILE / 8][4], decay[2];
+        multiply_keys(logits, keys);
+#if OVERLAP
+        if (!FIRST) add_values(values);
+        wait_for_products<FIRST ? 0 : 1>();
+        hold(logits);
+        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
+        if (!FIRST) {
+            wait_for_products<0>();
+            hold(sums);
+        }
+        take_weights(logits, decay);
+#else
+#if WGMMA
+        wait_for_products<0>();
+        hold(logits);
+#endif
+        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
+        take_weights(logits, decay);
+        add_values(values);
+        end_values();
+#endif
+    }
+    __device__ __forceinline__ void end_values() {
+#if WGMMA
+        wait_for_products<0>();
+        hold(sums);
 #endif
     }
 
@@ -523,50 +556,72 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
     const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
     block.keys_end = min(block.keys_end, last_tile * TILE);
 
-    int slots[STAGES][OWN_PIECES];
+    int slots[STAGES + 1];
 #pragma unroll
-    for (int turn = 0; turn < STAGES; ++turn) block.read_slots(slots[turn], first_tile * TILE + turn * TURN);
+    for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(first_tile * TILE + turn * TURN);
 #pragma unroll
-    for (int turn = 0; turn < STAGES - 1; ++turn) {
+    for (int turn = 0; turn < STAGES; ++turn) {
         if (turn < turns) block.copy_turn(shared.ring[turn], slots[turn]);
         copy_async_commit();
     }
-    int(&next_slots)[OWN_PIECES] = slots[STAGES - 1];
+    int next_slot = slots[STAGES];
     if (last_tile * TILE > block.length) block.read_ancestors();
 
     Rows rows;
     rows.peak[0] = rows.peak[1] = __uint_as_float(MINUS_INFINITY);
     const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
     const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
-    int stage = 0;
+    int stage = 0, free_stage = 0;
     for (int turn = 0; turn < turns; ++turn) {
-        copy_async_wait<STAGES - 2>();
+        if (turn == 0)
+            copy_async_wait<STAGES - 1>();
+        else if (turn < FREE_AFTER)
+            copy_async_wait<STAGES - 2>();
+        else
+            copy_async_wait<STAGES - 1 - FREE_AFTER>();
 #if WGMMA
         show_copies();
 #endif
         __syncthreads();  // all see the copies, and are done with the stage that is filled next
-        if (turn + STAGES - 1 < turns) block.copy_turn(shared.ring[stage == 0 ? STAGES - 1 : stage - 1], next_slots);
-        copy_async_commit();
-        if (turn + STAGES < turns) block.read_slots(next_slots, first_tile * TILE + (turn + STAGES) * TURN);
+        if (turn >= FREE_AFTER) {
+            const int next = turn - FREE_AFTER + STAGES;
+            if (next < turns) block.copy_turn(shared.ring[free_stage], next_slot);
+            copy_async_commit();
+            next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
+            free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
+        }
         if (turn == 0) rows.load_queries(shared, own_row);
         const int tile = first_tile + turn * KEY_GROUPS + key_group;
         if (has_rows && tile < last_tile) {
-            float logits[TILE / 8][4];
-            Turn& own = shared.ring[stage];
-            rows.multiply_keys(logits, own.keys[key_group]);
+            Tile& keys = shared.ring[stage].keys[key_group];
+            Tile& values = shared.ring[OVERLAP ? (stage == 0 ? STAGES - 1 : stage - 1) : stage].values[key_group];
             u64 seen[2] = {};
-            if ((tile + 1) * TILE <= block.length) {
-                rows.weigh<false>(logits, seen, scale, inner_scale);
-            } else {
+            const bool masked = (tile + 1) * TILE > block.length;
+            if (masked) {
                 const int row = own_row + threadIdx.x % 32 / 4;
                 seen[0] = block.visible(row, tile * TILE);
                 seen[1] = block.visible(row + 8, tile * TILE);
-                rows.weigh<true>(logits, seen, scale, inner_scale);
             }
-            rows.multiply_values(logits, own.values[key_group]);
+            if (OVERLAP && turn == 0) {
+                if (masked)
+                    rows.attend<true, true>(keys, values, seen, scale, inner_scale);
+                else
+                    rows.attend<true, false>(keys, values, seen, scale, inner_scale);
+            } else if (masked) {
+                rows.attend<false, true>(keys, values, seen, scale, inner_scale);
+            } else {
+                rows.attend<false, false>(keys, values, seen, scale, inner_scale);
+            }
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
+#if OVERLAP
+    const int own_turns = (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS;
+    if (has_rows && own_turns > 0) {
+        rows.add_values(shared.ring[(own_turns - 1) % STAGES].values[key_group]);
+        rows.end_values();
+    }
+#endif
     copy_async_wait<0>();  // of q, where there are no turns
     __syncthreads();       // all are done with the ring
     rows.leave(shared.sums, key_group, own_row);
