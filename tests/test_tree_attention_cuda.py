@@ -131,11 +131,11 @@ def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count()
 
 
 BROKEN = {  # what becomes of the source, and the prefix that shows it
-    "bits behind the nodes count": ("left < 32 ? (1u << left) - 1u : ~0u", "~0u", 20),
+    "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
     "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f", 230),
     "one part too few": ("part < PARTS; ++part", "part < PARTS - 1; ++part", 20),
-    "unswizzled keys": ("(piece ^ row) % 8]", "piece % 8]", 20),
+    "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
     "a stage too early": ("int stage = 0, free_stage = 0;", "int stage = 0, free_stage = 1;", 650),
     "a slot of another key": ("__shfl_sync(~0u, own_slot, key)", "__shfl_sync(~0u, own_slot, key ^ 1)", 20),

@@ -144,8 +144,8 @@ def fits(
 
 
 def _rows_aligned(x: torch.Tensor) -> bool:
-    """16 bytes are 8 numbers; a slot's distance is an int in the source."""
-    return x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.stride(0) * 2 < 2**31
+    """16 bytes are 8 numbers; distances are ints in the source."""
+    return x.stride(0) % 8 == x.stride(1) % 8 == 0 and max(x.stride(0), x.stride(1)) * 2 < 2**31
 
 
 @functools.cache
@@ -187,7 +187,8 @@ def choose(
     blocks = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
     at_once = [size for size in CLUSTERS if size <= MOST_PORTABLE_CLUSTER and blocks * size <= multiprocessors]
     cluster = max(at_once, default=1)
-    return Variant(dtype, group, row_groups, max(cluster, 4) if num_requests > 1 else cluster, capped, wgmma)
+    cluster = max(cluster, 4) if num_requests > 1 else cluster
+    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap=wgmma)
 
 
 def tree_attention_cuda(

@@ -36,10 +36,9 @@
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
-// 16 bytes of global memory to shared memory, or 16 zero bytes where `valid` is false.
-__device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_global, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)),
-                 "l"(from_global), "r"(valid ? 16 : 0)
+// 16 bytes of global memory to shared memory.
+__device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from_global)
                  : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -83,19 +82,21 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 #if WGMMA
 #define FOUR(c) "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
 // c[64, 64] (+)= a[64, 16] b[64, 16]^T, the keys at `keys`: a group's product, under way until wait_for_products.
-__device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], unsigned long long keys, bool add) {
+__device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], unsigned long long keys,
+                                                 bool add) {
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE
-                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-                 "%23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
                  : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(keys), "r"(int(add)));
 }
 // c[64, 128] += a[64, 16] b[16, 128], the values at `values`.
 __device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], unsigned long long values) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." DTYPE "." DTYPE
-                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-                 "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "
+                 "%43, "
                  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
                  "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                  : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7]),
@@ -119,6 +120,10 @@ template <int N>
 __device__ __forceinline__ void hold(unsigned (&a)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
+}
+// A use of `condition`, which is never true, that no compiler moves behind a later wait.
+__device__ __forceinline__ void never(bool condition) {
+    if (condition) asm volatile("trap;");
 }
 // What this thread's copies wrote is seen by wgmma behind the next barrier.
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -192,7 +197,7 @@ struct AttentionArguments {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int DIM = 128, PIECES = DIM / 8;  // of 16 bytes, of a row
-constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a turn of the block
+constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
 constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
@@ -224,14 +229,15 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the 
 
 // Piece `piece` of row `row`, of halves of `rows` rows.
 template <int N>
-__device__ __forceinline__ uint4* place(uint4 (&halves)[2][N][8], int row, int piece) {
-    return &halves[piece / 8][row][(piece ^ row) % 8];
+__device__ __forceinline__ uint4* place(uint4 (&halves)[2][N][8], unsigned row, unsigned piece) {
+    return &halves[piece / 8][row][(piece ^ row) & 7];
 }
 
 #if WGMMA
 // A wgmma operand of 128-byte swizzled rows that begins at `start`. Of keys (depth along the row), groups of eight rows
-// are `stride` bytes apart. Of values (depth along the rows) these are too, and 64 columns `leading` bytes.
-__device__ __forceinline__ u64 operand(unsigned start, unsigned leading, unsigned stride) {
+// are `stride` bytes apart. Of values (depth along the rows) these are too, and 64 columns `leading` bytes. To add n to an
+// operand is to begin 16 n bytes later.
+__device__ __forceinline__ u64 operand_at(unsigned start, unsigned leading, unsigned stride) {
     return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (start >> 4 & 0x3fff);
 }
 #ifndef VALUES_LEADING
@@ -243,66 +249,73 @@ __device__ __forceinline__ u64 operand(unsigned start, unsigned leading, unsigne
 struct Block {
     const AttentionArguments& arguments;
     Shared& shared;
-    int request, head, first_row, nodes, begin, length, keys_end;
+    int request, head, first_row, nodes, begin, length;
+    const char *own_k, *own_v;  // this thread's piece of the head, of slot 0
 
     __device__ __forceinline__ bool row_exists(int row) const { return first_row + row < nodes * GROUP; }
 
+    // Rows behind the last are copies of it, as are keys: both are finite, and nothing comes of them.
     __device__ __forceinline__ void copy_queries() const {
         const int piece = threadIdx.x % PIECES;
 #pragma unroll
         for (int i = 0; i < ROWS * PIECES / THREADS; ++i) {
             const int row = threadIdx.x / PIECES + i * (THREADS / PIECES);
-            const bool exists = row_exists(row);
-            copy_async_16(place(shared.queries, row, piece), row_of(arguments.q, arguments.q_token, arguments.q_head, row,
-                                                                    exists) + piece * 16, exists);
+            const char* from = row_of(arguments.q, arguments.q_token, arguments.q_head, row);
+            copy_async_16(place(shared.queries, row, piece), from + piece * 16);
         }
     }
     // Of q or out.
-    __device__ __forceinline__ char* row_of(i64 base, i64 token_stride, i64 head_stride, int row, bool exists) const {
-        const unsigned at = exists ? first_row + row : 0;
-        const i64 token = i64(request) * nodes + at / GROUP;
-        return reinterpret_cast<char*>(base) + token * token_stride + (head * GROUP + at % GROUP) * head_stride;
+    __device__ __forceinline__ char* row_of(i64 base, i64 token_stride, i64 head_stride, int row) const {
+        const unsigned at = min(first_row + row, nodes * GROUP - 1), token = request * nodes + at / GROUP;
+        return reinterpret_cast<char*>(base) + u64(token) * unsigned(token_stride) +
+               u64(head * GROUP + at % GROUP) * unsigned(head_stride);
     }
 
-    // A warp copies WARP_KEYS keys of a turn, two at a time. The slot of one of them, lane % WARP_KEYS, -1 behind the last.
+    // A warp copies WARP_KEYS keys of a turn, two at a time. The slot of one of them, lane % WARP_KEYS.
     __device__ __forceinline__ int read_slot(int first_key) const {
-        const int key = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
+        const int own = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
+        const int key = min(own, length + nodes - 1);
         const bool in_prefix = key < length;
         const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
         const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
-        return key < keys_end ? slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)] : -1;
+        return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
     }
     __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
-        const int piece = threadIdx.x % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
-        const char* k = reinterpret_cast<const char*>(arguments.k_pool) + head * arguments.k_head + piece * 16;
-        const char* v = reinterpret_cast<const char*>(arguments.v_pool) + head * arguments.v_head + piece * 16;
-        const int k_slot = int(arguments.k_slot), v_slot = int(arguments.v_slot);
+        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
+        const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
         Tile& keys = turn.keys[first / TILE];
         Tile& values = turn.values[first / TILE];
-        int slots[WARP_KEYS / 2];
+        unsigned slots[WARP_KEYS / 2];
 #pragma unroll
         for (int i = 0; i < WARP_KEYS / 2; ++i) {
-            const int key = i * 2 + threadIdx.x % 32 / PIECES;
+            const unsigned key = i * 2 + lane / PIECES;
             slots[i] = __shfl_sync(~0u, own_slot, key);
-            copy_async_16(place(keys.half, first % TILE + key, piece), k + i64(max(slots[i], 0)) * k_slot, slots[i] >= 0);
+            copy_async_16(place(keys.half, first % TILE + key, piece), own_k + u64(slots[i]) * k_slot);
         }
 #pragma unroll
         for (int i = 0; i < WARP_KEYS / 2; ++i) {
-            const int key = i * 2 + threadIdx.x % 32 / PIECES;
-            copy_async_16(place(values.half, first % TILE + key, piece), v + i64(max(slots[i], 0)) * v_slot, slots[i] >= 0);
+            const unsigned key = i * 2 + lane / PIECES;
+            copy_async_16(place(values.half, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
 
     // Bits of nodes that do not exist are 0.
     __device__ __forceinline__ void read_ancestors() const {
-        const unsigned* bits = reinterpret_cast<const unsigned*>(arguments.ancestors) + request * arguments.ancestors_request;
-        for (int i = threadIdx.x; i < ROWS * (MOST_WORDS + 2); i += THREADS) {
-            const int row = i / (MOST_WORDS + 2), word = i % (MOST_WORDS + 2), left = nodes - word * 32;
-            unsigned value = 0;
-            if (left > 0 && row_exists(row))
-                value = bits[(first_row + row) / GROUP * arguments.ancestors_node + word] &
-                        (left < 32 ? (1u << left) - 1u : ~0u);
-            shared.ancestors[row][word] = value;
+        constexpr int READERS = THREADS / ROWS, OWN = (MOST_WORDS + 2 + READERS - 1) / READERS;  // of a row, and their words
+        const int row = threadIdx.x % ROWS, node = min(first_row + row, nodes * GROUP - 1) / GROUP;
+        const unsigned* bits = reinterpret_cast<const unsigned*>(arguments.ancestors) +
+                               request * arguments.ancestors_request + node * arguments.ancestors_node;
+        unsigned values[OWN];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {  // all under way together
+            const int word = threadIdx.x / ROWS + i * READERS, left = nodes - word * 32;
+            values[i] = left > 0 ? bits[word] : 0;
+            if (left < 32) values[i] &= (1u << max(left, 0)) - 1u;
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int word = threadIdx.x / ROWS + i * READERS;
+            if (word < MOST_WORDS + 2) shared.ancestors[row][word] = values[i];
         }
     }
     // Which of a tile's 64 keys a row sees; the first is `first_key`, and at least one is a node.
@@ -325,23 +338,22 @@ struct Rows {
     float sums[DIM / 8][4] = {};
     float peak[2], total[2] = {};
 
-    __device__ __forceinline__ void load_queries(const Shared& shared, int first) {
+    __device__ __forceinline__ void load_queries(Shared& shared, int first) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < DIM / 16; ++step)
-            load_matrix_x4(queries[step], place(const_cast<Shared&>(shared).queries, first + lane % 16, step * 2 + lane / 16));
+            load_matrix_x4(queries[step], place(shared.queries, first + lane % 16, step * 2 + lane / 16));
     }
 
     // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
     __device__ __forceinline__ void multiply_keys(float (&logits)[TILE / 8][4], Tile& keys) {
 #if WGMMA
-        const unsigned start = shared_address(&keys);
+        const u64 operand = operand_at(shared_address(&keys), 16, 1024);
         hold(logits);
         before_products();
 #pragma unroll
         for (int step = 0; step < DIM / 16; ++step)
-            multiply_keys_16(logits, queries[step],
-                             operand(start + step / 4 * (TILE * 128) + step % 4 * 32, 16, 1024), step > 0);
+            multiply_keys_16(logits, queries[step], operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
@@ -422,13 +434,13 @@ struct Rows {
     // sums += weights values.
     __device__ __forceinline__ void add_values(Tile& values) {
 #if WGMMA
-        const unsigned start = shared_address(&values);
+        const u64 operand = operand_at(shared_address(&values), VALUES_LEADING, VALUES_STRIDE);
         hold(weights);
         hold(sums);
         before_products();
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
-            multiply_values_16(sums, weights[step], operand(start + step * 2048, VALUES_LEADING, VALUES_STRIDE));
+            multiply_values_16(sums, weights[step], operand + step * (16 * 128) / 16);
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
@@ -456,8 +468,8 @@ struct Rows {
         hold(logits);
         weigh<MASKED>(logits, decay, seen, scale, inner_scale);
         if (!FIRST) {
-            wait_for_products<0>();
-            hold(sums);
+            never(total[0] + total[1] < 0.0f);  // without it the compiler has the wait before the weights
+            end_values();
         }
         take_weights(logits, decay);
 #else
@@ -529,8 +541,9 @@ __device__ __forceinline__ void merge_row(const Block& block, int row) {
         mixed.w = fmaf(part_weight, x.w, mixed.w);
     }
     const float factor = total > 0.0f ? float(block.arguments.v_scale) / total : 0.0f;
-    char* out = block.row_of(block.arguments.out, block.arguments.out_token, block.arguments.out_head, row, true);
-    reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor), pack(mixed.z * factor, mixed.w * factor)};
+    char* out = block.row_of(block.arguments.out, block.arguments.out_token, block.arguments.out_head, row);
+    reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor),
+                                           pack(mixed.z * factor, mixed.w * factor)};
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attention(const AttentionArguments arguments) {
@@ -540,7 +553,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
-                   int(arguments.nodes), 0, 0, 0};
+                   int(arguments.nodes), 0, 0, nullptr, nullptr};
 #if DEPENDENT
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -548,20 +561,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
     const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
     block.begin = bounds[0];
     block.length = bounds[1] - block.begin;
+    const unsigned piece = threadIdx.x % PIECES * 16;
+    block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
+    block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
     block.copy_queries();
-    block.keys_end = block.length + block.nodes;
-    const int tiles = (block.keys_end + TILE - 1) / TILE;
+    const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
     // Whole tiles a block, so that those of the prefix stay without a mask.
     const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
     const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
-    block.keys_end = min(block.keys_end, last_tile * TILE);
+    const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
     int slots[STAGES + 1];
 #pragma unroll
     for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(first_tile * TILE + turn * TURN);
 #pragma unroll
     for (int turn = 0; turn < STAGES; ++turn) {
-        if (turn < turns) block.copy_turn(shared.ring[turn], slots[turn]);
+        if (turn * KEY_GROUPS < copied) block.copy_turn(shared.ring[turn], slots[turn]);
         copy_async_commit();
     }
     int next_slot = slots[STAGES];
@@ -585,9 +600,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
         __syncthreads();  // all see the copies, and are done with the stage that is filled next
         if (turn >= FREE_AFTER) {
             const int next = turn - FREE_AFTER + STAGES;
-            if (next < turns) block.copy_turn(shared.ring[free_stage], next_slot);
+            if (next * KEY_GROUPS < copied) block.copy_turn(shared.ring[free_stage], next_slot);
             copy_async_commit();
-            next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
+            if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
             free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
         }
         if (turn == 0) rows.load_queries(shared, own_row);
