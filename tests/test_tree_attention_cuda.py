@@ -134,7 +134,7 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
     "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
     "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f", 230),
-    "one part too few": ("part < PARTS; ++part", "part < PARTS - 1; ++part", 20),
+    "one part too few": ("const float share =", "const float share = part == 1 ? 0.0f :", 70),
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
     "a stage too early": ("int stage = 0, free_stage = 0;", "int stage = 0, free_stage = 1;", 650),
@@ -149,7 +149,7 @@ def test_a_broken_source_is_found(name):
     old, new, prefix = BROKEN[name]
     text = cuda_kernel.SOURCE.read_text()
     assert text.count(old) == 1
-    entry = ((prefix,), 40, (2, 1), 1, {})
+    entry = ((prefix,), 40, (2, 1), 2 if prefix == 70 else 1, {})
     inputs = inputs_of(entry)
     inputs["ancestors"][:, :, 1] |= -1 << 8
     with pytest.raises(AssertionError):

@@ -95,9 +95,8 @@ __device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], const unsigne
 __device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], unsigned long long values) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." DTYPE "." DTYPE
                  " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "
-                 "%43, "
-                 "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, "
+                 "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
                  "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                  : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7]),
                    FOUR(c[8]), FOUR(c[9]), FOUR(c[10]), FOUR(c[11]), FOUR(c[12]), FOUR(c[13]), FOUR(c[14]), FOUR(c[15])
@@ -507,43 +506,63 @@ struct Rows {
     }
 };
 
-// A row's sums of all parts, by a warp: lane p has part p's peak and total, and four columns of the result.
-__device__ __forceinline__ void merge_row(const Block& block, int row) {
-    const Sums& sums = block.shared.sums;
-    const int lane = threadIdx.x % 32;
-    const float minus_infinity = __uint_as_float(MINUS_INFINITY);
-    float2 own = {minus_infinity, 0.0f};
-    if (lane < PARTS) own = load_of_block(&sums.peak_and_total[lane % KEY_GROUPS][row], lane / KEY_GROUPS);
-    float sink = minus_infinity;
-    if (block.arguments.sinks)
-        sink = reinterpret_cast<const float*>(
-                   block.arguments.sinks)[block.head * GROUP + unsigned(block.first_row + row) % GROUP] *
-               1.4426950408889634f;
-    float peak = fmaxf(own.x, sink);
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-    if (peak == minus_infinity) peak = 0.0f;
-    const float weight = exp2_approx(own.x - peak);
-    float total = own.y * weight;
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
-    total += exp2_approx(sink - peak);
+// Rows of a warp's share of the merge, and as many of them at a time as have all reads under way together.
+constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);
+constexpr int MERGED_AT_ONCE = MERGED_ROWS * PARTS <= 16 ? MERGED_ROWS : PARTS <= 16 ? 16 / PARTS : 1;
 
-    float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+// Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, by a warp: lane p has part p's peak and total of a
+// row, and each lane four columns of the result.
+__device__ __forceinline__ void merge_rows(const Block& block, int first) {
+    const Sums& sums = block.shared.sums;
+    const AttentionArguments& arguments = block.arguments;
+    const int lane = threadIdx.x % 32;
+    const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(arguments.v_scale);
+    float2 own[MERGED_AT_ONCE];
+    float4 parts[MERGED_AT_ONCE][PARTS];
+    float sinks[MERGED_AT_ONCE];
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        const float part_weight = __shfl_sync(~0u, weight, part);
-        const float4 x = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + lane,
-                                       part / KEY_GROUPS);
-        mixed.x = fmaf(part_weight, x.x, mixed.x);
-        mixed.y = fmaf(part_weight, x.y, mixed.y);
-        mixed.z = fmaf(part_weight, x.z, mixed.z);
-        mixed.w = fmaf(part_weight, x.w, mixed.w);
+    for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+        const int row = min(first + i * CLUSTER * WARPS, ROWS - 1);
+        own[i] = {minus_infinity, 0.0f};
+        if (lane < PARTS) own[i] = load_of_block(&sums.peak_and_total[lane % KEY_GROUPS][row], lane / KEY_GROUPS);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            parts[i][part] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + lane,
+                                           part / KEY_GROUPS);
+        sinks[i] = minus_infinity;
+        if (arguments.sinks)
+            sinks[i] = reinterpret_cast<const float*>(
+                           arguments.sinks)[block.head * GROUP + unsigned(block.first_row + row) % GROUP] *
+                       1.4426950408889634f;
     }
-    const float factor = total > 0.0f ? float(block.arguments.v_scale) / total : 0.0f;
-    char* out = block.row_of(block.arguments.out, block.arguments.out_token, block.arguments.out_head, row);
-    reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor),
-                                           pack(mixed.z * factor, mixed.w * factor)};
+#pragma unroll
+    for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+        const int row = first + i * CLUSTER * WARPS;
+        float peak = fmaxf(own[i].x, sinks[i]);
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
+        if (peak == minus_infinity) peak = 0.0f;
+        const float weight = exp2_approx(own[i].x - peak);
+        float total = own[i].y * weight;
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
+        total += exp2_approx(sinks[i] - peak);
+        const float factor = total > 0.0f ? v_scale / total : 0.0f;
+        float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const float share = __shfl_sync(~0u, weight, part);
+            mixed.x = fmaf(share, parts[i][part].x, mixed.x);
+            mixed.y = fmaf(share, parts[i][part].y, mixed.y);
+            mixed.z = fmaf(share, parts[i][part].z, mixed.z);
+            mixed.w = fmaf(share, parts[i][part].w, mixed.w);
+        }
+        if (row < ROWS && block.row_exists(row)) {
+            char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
+            reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor),
+                                                   pack(mixed.z * factor, mixed.w * factor)};
+        }
+    }
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attention(const AttentionArguments arguments) {
@@ -645,7 +664,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
 #else
     __syncthreads();
 #endif
-    for (int row = rank + CLUSTER * warp; row < ROWS && block.row_exists(row); row += CLUSTER * WARPS) merge_row(block, row);
+    for (int i = 0; i < MERGED_ROWS; i += MERGED_AT_ONCE) {
+        const int row = rank + CLUSTER * (warp + WARPS * i);
+        if (row < ROWS && block.row_exists(row)) merge_rows(block, row);
+    }
 #if CLUSTER > 1
     cluster_sync();  // a block that ends takes its shared memory away
 #endif
