@@ -3,7 +3,8 @@
     python -m sgl_specflow.eval.tree_attention --out eval/results/tree_attention.json
 
 One CUDA graph holds a call for each of several input sets, which together exceed the L2 cache; a figure is the median
-replay time over the number of calls. Pool slots are drawn at random, as in a pool long in use.
+replay time over the number of calls. Pool slots are drawn at random, as in a pool long in use. A row is one of our
+kernels ("implementation") at one shape; --points takes the few shapes that decide serving, --implementations the kernels.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.tree_attention import (
     TreeAttentionConfig,
     TreeAttentionScratch,
+    UnsupportedTreeAttention,
     ancestor_matrix,
     tree_attention,
 )
@@ -28,6 +30,15 @@ SHAPES = [
     *((1, context, nodes) for context in (128, 1024, 4096, 16384, 32768) for nodes in (16, 64, 128, 256)),
     *((batch, context, 64) for batch in (4, 16) for context in (1024, 4096, 16384)),
 ]
+# (batch, context, nodes, query heads, kv heads) of Qwen3-8B, and of Qwen3-30B-A3B
+POINTS = [
+    *((batch, context, nodes, 32, 8) for nodes in (16, 64, 256) for batch, context in ((1, 128), (1, 4096))),
+    (1, 32768, 64, 32, 8),
+    (8, 4096, 16, 32, 8),
+    (8, 4096, 64, 32, 8),
+    *((1, context, nodes, 32, 4) for nodes in (16, 64) for context in (128, 4096)),
+]
+IMPLEMENTATIONS = ("cuda", "triton")
 
 
 @dataclass
@@ -93,10 +104,10 @@ def make_problem(batch: int, context: int, nodes: int, heads: int, kv_heads: int
     )
 
 
-def our_calls(problem: Problem, config: TreeAttentionConfig | None = None, implementation: str = "triton") -> list:
+def our_calls(problem: Problem, config: TreeAttentionConfig | None = None, implementation: str | None = None) -> list:
     """A call for each set, on scratch that they share as layers do."""
     scratch = None
-    if config is None and implementation == "triton":
+    if config is None and implementation in (None, "triton"):
         scratch = TreeAttentionScratch.allocate(
             problem.batch,
             (problem.nodes,),
@@ -169,37 +180,62 @@ def sglang_calls(problem: Problem) -> list:
     ]
 
 
-def max_abs_error(problem: Problem) -> float:
+def max_abs_error(problem: Problem, implementation: str) -> float:
     """Of the first set, against the naive version on the same bfloat16 inputs with float32 arithmetic."""
     problem.sets[0]["out"].fill_(float("nan"))
-    ours = our_calls(problem)[0]().float().clone()
+    ours = our_calls(problem, implementation=implementation)[0]().float().clone()
     return (ours - our_calls(problem, implementation="naive")[0]().float()).abs().max().item()
 
 
-def measure(batch: int, context: int, nodes: int, heads: int, kv_heads: int, head_dim: int, with_sglang: bool) -> dict:
+def measure(
+    batch: int,
+    context: int,
+    nodes: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    with_sglang: bool,
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+) -> list[dict]:
+    """A row for each implementation that serves the shape."""
     problem = make_problem(batch, context, nodes, heads, kv_heads, head_dim)
-    row = {
-        "batch": batch,
-        "context": context,
-        "nodes": nodes,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_abs_error": max_abs_error(problem),
-    }
-    row["ours_us"] = microseconds(our_calls(problem))
-    row["sglang_us"] = microseconds(sglang_calls(problem), replays=10) if with_sglang else None
-    row["ratio"] = row["sglang_us"] / row["ours_us"] if with_sglang else None
-    row["kv_read_floor_us"] = batch * (context + nodes) * kv_heads * head_dim * 4 / BYTES_PER_SECOND * 1e6
-    row["matmul_floor_us"] = 4 * batch * nodes * heads * head_dim * (context + nodes) / FLOP_PER_SECOND * 1e6
-    row["times_floor"] = row["ours_us"] / max(row["kv_read_floor_us"], row["matmul_floor_us"])
-    return row
+    sglang_us = microseconds(sglang_calls(problem), replays=10) if with_sglang else None
+    read_floor = batch * (context + nodes) * kv_heads * head_dim * 4 / BYTES_PER_SECOND * 1e6
+    matmul_floor = 4 * batch * nodes * heads * head_dim * (context + nodes) / FLOP_PER_SECOND * 1e6
+    rows = []
+    for implementation in implementations:
+        try:
+            error = max_abs_error(problem, implementation)
+        except UnsupportedTreeAttention:
+            continue
+        ours_us = microseconds(our_calls(problem, implementation=implementation))
+        rows.append(
+            {
+                "batch": batch,
+                "context": context,
+                "nodes": nodes,
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "implementation": implementation,
+                "max_abs_error": error,
+                "ours_us": ours_us,
+                "sglang_us": sglang_us,
+                "ratio": sglang_us / ours_us if with_sglang else None,
+                "kv_read_floor_us": read_floor,
+                "matmul_floor_us": matmul_floor,
+                "times_floor": ours_us / max(read_floor, matmul_floor),
+            }
+        )
+    return rows
 
 
 COLUMNS = (
     "batch",
     "context",
     "nodes",
+    "kv_heads",
+    "implementation",
     "sglang_us",
     "ours_us",
     "ratio",
@@ -222,15 +258,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=32, help="query heads (default: Qwen3-8B)")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--points", action="store_true", help="the few shapes that decide serving, not the whole grid")
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)
     meta = describe(arguments.commit)
     rows = []
     print(" ".join(COLUMNS))
-    for shape in SHAPES:
-        row = measure(*shape, arguments.heads, arguments.kv_heads, arguments.head_dim, not arguments.only_ours)
-        rows.append(row)
-        print_row(row[column] for column in COLUMNS)
+    shapes = POINTS if arguments.points else [(*shape, arguments.heads, arguments.kv_heads) for shape in SHAPES]
+    for shape in shapes:
+        for row in measure(*shape, arguments.head_dim, not arguments.only_ours, tuple(arguments.implementations)):
+            rows.append(row)
+            print_row(row[column] for column in COLUMNS)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 

@@ -90,8 +90,10 @@ def _compile(nvrtc, name: str, source: str, headers: dict[str, str], options: li
 class LoadedKernels:
     """A cubin on the current device: kernels by name, launched with one ctypes structure as their argument."""
 
-    def __init__(self, cubin: bytes):
+    def __init__(self, cubin: bytes, large_clusters: bool = False):
+        """large_clusters: kernels may have clusters of more than the eight blocks that every device runs."""
         self._driver = driver = _driver()
+        self._large_clusters = large_clusters
         self._cubin = cubin  # the library may read it later
         self._library = _checked(driver, driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
         self._functions: dict[str, tuple[object, int]] = {}  # with the shared memory that each may use
@@ -106,6 +108,9 @@ class LoadedKernels:
                 function = _checked(driver, driver.cuKernelGetFunction(kernel))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver, driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+            if self._large_clusters:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                _checked(driver, driver.cuFuncSetAttribute(function, attribute, 1))
             self._functions[name] = function, shared_bytes
         return function
 

@@ -61,10 +61,20 @@ struct Fiber {
     std::vector<std::vector<Copy>> groups;
 };
 static std::vector<Fiber> fibers;
-static std::vector<char> stacks;
+struct Stacks {  // a page takes memory when it is written first
+    char* memory = nullptr;
+    size_t size = 0;
+    void resize(size_t wanted) {
+        if (wanted <= size) return;
+        free(memory);
+        memory = static_cast<char*>(malloc(size = wanted));
+    }
+};
+static Stacks stacks;
 static std::vector<unsigned char> shared;  // of each block of a cluster, shared_stride apart
 static size_t shared_stride;
-static unsigned inputs[32][32][12], outputs[32][32][4];  // [warp][lane]
+constexpr int MOST_WARPS = 128;  // of a cluster
+static unsigned inputs[MOST_WARPS][32][12], outputs[MOST_WARPS][32][4];  // [warp][lane]
 static jmp_buf scheduler;
 static int running;
 static int block_threads, first_block;
@@ -112,21 +122,21 @@ inline unsigned* meet(WarpOperation operation, std::initializer_list<unsigned> i
 
 // Of the running thread's block, or of another in its cluster.
 inline unsigned char* shared_base(int block) {
-    return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared.data()) + 127) / 128 * 128) +
+    return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared.data()) + 1023) / 1024 * 1024) +
            block * shared_stride;
 }
 inline unsigned char* shared_base() { return shared_base(running / block_threads); }
 
-// Blocks blockIdx.x to blockIdx.x + blocks - 1 together; 32 warps at most.
+// Blocks blockIdx.x to blockIdx.x + blocks - 1 together; MOST_WARPS at most.
 inline void
 run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
     const int threads = blocks * block_size;
-    if (threads > 32 * 32) fail("too many threads for a cluster");
+    if (threads > MOST_WARPS * 32) fail("too many threads for a cluster");
     block_threads = block_size;
     first_block = blockIdx.x;
     body = &kernel;
-    shared_stride = (shared_bytes + CANARY + 127) / 128 * 128;
-    shared.assign(blocks * shared_stride + 128, 0xff);
+    shared_stride = (shared_bytes + CANARY + 1023) / 1024 * 1024;
+    shared.assign(blocks * shared_stride + 1024, 0xff);
     fibers.resize(threads);
     stacks.resize(threads * STACK);
     for (int i = 0; i < threads; ++i) {
@@ -136,7 +146,7 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
         fiber.open.clear();
         fiber.groups.clear();
         getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = stacks.data() + i * STACK;
+        fiber.start.uc_stack.ss_sp = stacks.memory + i * STACK;
         fiber.start.uc_stack.ss_size = STACK;
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, entry, 0);

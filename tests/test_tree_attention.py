@@ -4,15 +4,14 @@ The Triton kernel runs on the GPU where there is one, and in Triton's interprete
 must be chosen before Triton is imported).
 """
 
-import math
 import os
-import random
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import NAN, Case, make_inputs
 from sgl_specflow.kernels.tree_attention import (
     TreeAttentionConfig,
     TreeAttentionScratch,
@@ -24,26 +23,6 @@ from sgl_specflow.kernels.tree_attention import (
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    prefix: tuple[int, ...] = (37, 5)
-    nodes: int = 7
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 64
-    value_dim: int = 64
-    dtype: torch.dtype = torch.float32
-    pool_dtype: torch.dtype | None = None
-    shape: str = "tree"
-    padding: int = 0
-    strided: bool = False
-    index_dtype: torch.dtype = torch.int64
-    sinks: bool = False
-    options: dict = field(default_factory=dict)
-    config: TreeAttentionConfig | None = None
 
 
 def small(pieces: int, block_m: int = 16, block_n: int = 16) -> TreeAttentionConfig:
@@ -183,78 +162,6 @@ ON_THE_GPU = [
 ]
 
 
-def make_inputs(case: Case, device: str, seed: int = 0) -> dict:
-    """Arguments of tree_attention. Pool slots that no list names hold NaN, as does everything that is written."""
-    generator = torch.Generator().manual_seed(seed)
-    source = random.Random(seed)
-    requests, nodes = len(case.prefix), case.nodes
-    (num_heads, num_kv_heads), pool_dtype = case.heads, case.pool_dtype or case.dtype
-    parents = [_parents(case, source) for _ in range(requests)]
-    depth = torch.tensor([[_depth(parent, j) for j in range(nodes)] for parent in parents])
-    ancestors = torch.stack([_pack(_visible(case, parent)) for parent in parents])
-
-    used = sum(case.prefix) + requests * nodes
-    slots = torch.randperm(2 * used + 3, generator=generator)[:used]
-
-    def pool(dim: int) -> torch.Tensor:
-        values = torch.full((2 * used + 3, num_kv_heads, dim), NAN, dtype=torch.float32)
-        values[slots] = torch.randn(used, num_kv_heads, dim, generator=generator)
-        values = values.to(pool_dtype).to(device)
-        if not case.strided:
-            return values
-        # A layer's half of a pool that interleaves layers, slots and heads apart by more than a row.
-        wide = torch.full((2 * used + 3, 2, num_kv_heads + 1, 2 * dim), NAN, device=device).to(pool_dtype)
-        view = wide[:, 1, :num_kv_heads, dim:]
-        view.copy_(values)
-        return view
-
-    bounds = torch.tensor([0, *case.prefix]).cumsum(0)
-    num_rows = requests * nodes
-    return dict(
-        q=torch.randn(num_rows, num_heads, case.head_dim, generator=generator).to(case.dtype).to(device),
-        k_pool=pool(case.head_dim),
-        v_pool=pool(case.value_dim),
-        prefix_indptr=bounds.to(torch.int32).to(device),
-        prefix_slots=slots[: sum(case.prefix)].to(case.index_dtype).to(device),
-        node_slots=slots[sum(case.prefix) :].to(device),
-        ancestors=ancestors.to(device),
-        depth=depth.to(case.index_dtype).to(device),
-        scale=case.head_dim**-0.5,
-        sinks=torch.randn(num_heads, generator=generator).to(device) if case.sinks else None,
-        out=torch.full((num_rows, num_heads, case.value_dim), NAN, dtype=case.dtype, device=device),
-        **case.options,
-    )
-
-
-def _parents(case: Case, source: random.Random) -> list[int]:
-    real = case.nodes - case.padding
-    if case.shape == "tree":
-        return [-1] + [source.randrange(max(0, j - 6), j) for j in range(1, real)] + [-1] * case.padding
-    return [j - 1 for j in range(real)] + [-1] * case.padding
-
-
-def _depth(parent: list[int], node: int) -> int:
-    return 0 if parent[node] < 0 else 1 + _depth(parent, parent[node])
-
-
-def _visible(case: Case, parent: list[int]) -> list[set[int]]:
-    if case.shape == "bidirectional":
-        return [set(range(case.nodes))] * case.nodes
-    paths = []
-    for node, above in enumerate(parent):
-        paths.append({node} | (paths[above] if above >= 0 else set()))
-    return paths
-
-
-def _pack(visible: list[set[int]]) -> torch.Tensor:
-    words = math.ceil(len(visible) / 32)
-    packed = torch.zeros(len(visible), words, dtype=torch.int64)
-    for node, seen in enumerate(visible):
-        for j in seen:
-            packed[node, j // 32] |= 1 << (j % 32)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
 def reference(inputs: dict) -> torch.Tensor:
     """Node by node: list the keys it may see, softmax over exactly those, in float64."""
     q, ancestors, depth = inputs["q"].double(), inputs["ancestors"].tolist(), inputs["depth"].tolist()
@@ -323,6 +230,9 @@ def gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETING, reason=reason)(test))
 
 
+kernels = pytest.mark.parametrize("implementation", ["triton", "cuda"])
+
+
 @named(CASES + NAIVE_ONLY)
 def test_naive_is_softmax_over_prefix_and_ancestors(case):
     check(case, "naive", "cpu")
@@ -359,15 +269,16 @@ def test_compiled_kernel_with_the_tables_tiles(case):
 
 
 @gpu
-def test_a_captured_graph_follows_prefix_lengths():
+@kernels
+def test_a_captured_graph_follows_prefix_lengths(implementation):
     case = Case("graph", prefix=(900, 40), nodes=33, heads=(8, 2), head_dim=128, value_dim=128, dtype=torch.bfloat16)
     inputs = make_inputs(case, "cuda")
     scratch = TreeAttentionScratch.allocate(2, (33,), 8, 2, 128, 128, torch.bfloat16, "cuda")
-    tree_attention(**inputs, scratch=scratch)
+    tree_attention(**inputs, scratch=scratch, implementation=implementation)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tree_attention(**inputs, scratch=scratch)
+        tree_attention(**inputs, scratch=scratch, implementation=implementation)
     for bounds in ([0, 900, 940], [0, 1, 1], [0, 0, 700], [0, 512, 513]):
         inputs["prefix_indptr"].copy_(torch.tensor(bounds, dtype=torch.int32))
         inputs["out"].fill_(NAN)
@@ -376,16 +287,17 @@ def test_a_captured_graph_follows_prefix_lengths():
 
 
 @gpu
+@kernels
 @pytest.mark.parametrize("prefix", [100, 30])
-def test_what_follows_in_a_graph_sees_the_whole_output(prefix):
+def test_what_follows_in_a_graph_sees_the_whole_output(prefix, implementation):
     """Where nothing is cut into pieces, the merge kernel, which starts early, has nothing to do and must still wait."""
     case = Case("short", prefix=(prefix,), nodes=64, heads=(32, 8), head_dim=128, value_dim=128, dtype=torch.bfloat16)
     inputs = make_inputs(case, "cuda")
     copy = torch.empty_like(inputs["out"])
-    tree_attention(**inputs)
+    tree_attention(**inputs, implementation=implementation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tree_attention(**inputs)
+        tree_attention(**inputs, implementation=implementation)
         copy.copy_(inputs["out"])
     expected = None
     for _ in range(1000):
@@ -397,15 +309,16 @@ def test_what_follows_in_a_graph_sees_the_whole_output(prefix):
 
 
 @gpu
-def test_repeated_calls_give_the_same_bits():
+@kernels
+def test_repeated_calls_give_the_same_bits(implementation):
     inputs = make_inputs(
         Case("repeat", prefix=(4000, 17), nodes=64, heads=(32, 8), head_dim=128, value_dim=128, dtype=torch.bfloat16),
         "cuda",
     )
-    first = tree_attention(**inputs).clone()
+    first = tree_attention(**inputs, implementation=implementation).clone()
     for _ in range(20):
         inputs["out"].fill_(NAN)
-        assert torch.equal(tree_attention(**inputs), first)
+        assert torch.equal(tree_attention(**inputs, implementation=implementation), first)
 
 
 def test_a_row_that_sees_nothing_gives_zero():
@@ -451,7 +364,9 @@ def test_what_breaks_the_contract_is_refused_by_name():
             tree_attention(**inputs | change)
 
 
-def test_what_the_kernel_cannot_serve_is_refused_by_name():
+def test_what_the_kernels_cannot_serve_is_refused_by_name():
+    with pytest.raises(UnsupportedTreeAttention, match="the CUDA kernel of tree_attention needs a device"):
+        tree_attention(**make_inputs(Case("cpu"), "cpu"), implementation="cuda")
     for case, message in (
         (Case("dim", head_dim=96, value_dim=96), "head dimensions"),
         (Case("pool", dtype=torch.bfloat16, pool_dtype=torch.float16), "float8_e4m3fn, not torch.float16"),

@@ -1,8 +1,9 @@
-"""The public operator: checks the contract, then runs the Triton kernel on CUDA and plain PyTorch elsewhere."""
+"""The public operator: checks the contract, then runs the CUDA or the Triton kernel on GPUs, plain PyTorch elsewhere."""
 
 from typing import Literal
 
 import torch
+from sgl_specflow.kernels.tree_attention import cuda_kernel
 from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
 from sgl_specflow.kernels.tree_attention.triton_kernel import (
     TreeAttentionConfig,
@@ -35,7 +36,7 @@ def tree_attention(
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     *,
-    implementation: Literal["triton", "naive"] | None = None,
+    implementation: Literal["cuda", "triton", "naive"] | None = None,
     scratch: TreeAttentionScratch | None = None,
     config: TreeAttentionConfig | None = None,
 ) -> torch.Tensor:
@@ -58,11 +59,13 @@ def tree_attention(
     sliding_window  key j is seen iff position_i - position_j <= sliding_window; -1 for none
     sinks           [Hq] float: one more logit a head in the softmax's denominator
     out             [R * N, Hq, Dv], written and returned; allocated where None
-    implementation  None: "triton" for CUDA tensors, "naive" for others
+    implementation  None: for CUDA tensors "cuda" where `cuda_kernel.supported` says so (shapes, dtypes and the device
+                    decide) and no config is given, else "triton"; "naive" for others
     scratch, config for the Triton kernel: buffers kept across calls, and tiles other than the table's
 
-    Raises ValueError for inputs that break this contract, UnsupportedTreeAttention for those that the Triton kernel
-    does not serve. The Triton kernel allocates by shape alone and does not synchronise, so a CUDA graph may hold it.
+    Raises ValueError for inputs that break this contract, UnsupportedTreeAttention for those that the chosen kernel
+    does not serve. Both kernels allocate by shape alone and do not synchronise, so a CUDA graph may hold them; the CUDA
+    one compiles at the first call of a variant, so call once before a graph is captured.
     """
     _check_contract(q, k_pool, v_pool, prefix_indptr, node_slots, ancestors, depth, scale, k_scale, sinks, out)
     arguments = (
@@ -82,12 +85,19 @@ def tree_attention(
         v_scale,
         out,
     )
+    serves = cuda_kernel.supported(
+        q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sliding_window, sinks, out
+    )
     if implementation is None:
-        implementation = "triton" if q.is_cuda else "naive"
+        implementation = "naive" if not q.is_cuda else "cuda" if serves and config is None else "triton"
     if implementation == "naive":
         return tree_attention_naive(*arguments)
+    if implementation == "cuda":
+        if not serves:
+            raise UnsupportedTreeAttention(f"the CUDA kernel of tree_attention needs {cuda_kernel.NEEDS}")
+        return cuda_kernel.tree_attention_cuda(*arguments)
     if implementation != "triton":
-        raise ValueError(f"tree_attention: implementation is {implementation!r}; use 'triton', 'naive' or None")
+        raise ValueError(f"tree_attention: implementation is {implementation!r}; use 'cuda', 'triton', 'naive' or None")
     _check_triton(q, k_pool, v_pool, prefix_slots, node_slots, ancestors, depth, out)
     return tree_attention_triton(*arguments, scratch=scratch, config=config)
 

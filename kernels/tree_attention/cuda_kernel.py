@@ -1,0 +1,305 @@
+"""`tree_attention` for heads of 128 on Hopper, in one CUDA launch: `tree_attention.cu` says how."""
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
+
+SOURCE = Path(__file__).with_name("tree_attention.cu")
+DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is compiled for
+INDEX_DTYPES = (torch.int32, torch.int64)
+LEAST_CAPABILITY = (9, 0)  # clusters
+HEAD_DIM = 128
+MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
+CLUSTERS = (1, 2, 4, 8, 16)
+MOST_PORTABLE_CLUSTER = 8
+# As the source has them.
+THREADS, TILE, WORDS = 256, 64, 11
+HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
+LOG2_E = math.log2(math.e)
+NEEDS = (
+    f"a device of compute capability 9.0 on, q, k_pool and v_pool of one dtype, bfloat16 or float16, heads of {HEAD_DIM}, "
+    f"to {MOST_GROUP} query heads a kv head, to {MOST_NODES} nodes and {MOST_REQUESTS} requests, no sliding window, float32 "
+    "sinks, and rows of q, k_pool, v_pool and out at 16-byte addresses"
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What `tree_attention.cu` is compiled for.
+
+    Attributes:
+        dtype: of q, k and v. group: query heads of a kv head. row_groups: 64 rows of a block each, 1 or 2; with 1 the
+            block's other half works on other keys. cluster: blocks that share a request's keys.
+        capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
+        overlap: with wgmma, products with values run while the next logits become weights.
+        stages: turns of the ring, 3 at least. dependent: launched ahead inside CUDA graphs.
+    """
+
+    dtype: torch.dtype
+    group: int
+    row_groups: int
+    cluster: int
+    capped: bool = False
+    wgmma: bool = False
+    overlap: bool = False
+    stages: int = 0
+    dependent: bool = False
+
+    @property
+    def ring(self) -> int:
+        """Stages: those asked for, or as many as are worth their memory (a turn of one row group is twice as long)."""
+        return self.stages or (5 if self.row_groups == 2 else 3)
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.row_groups
+
+    @property
+    def shared_bytes(self) -> int:
+        """The source's Shared: the ring, q and ancestor bits."""
+        turn = 2 // self.row_groups * TILE * HEAD_DIM * 2 * 2
+        return self.ring * turn + self.rows * HEAD_DIM * 2 + self.rows * WORDS * 4
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "HALF": DTYPES.index(self.dtype),
+            "GROUP": self.group,
+            "ROW_GROUPS": self.row_groups,
+            "CLUSTER": self.cluster,
+            "STAGES": self.ring,
+            "CAPPED": int(self.capped),
+            "WGMMA": int(self.wgmma),
+            "OVERLAP": int(self.overlap),
+            "DEPENDENT": int(self.dependent),
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+class AttentionArguments(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "q",
+                "k_pool",
+                "v_pool",
+                "prefix_indptr",
+                "prefix_slots",
+                "node_slots",
+                "ancestors",
+                "sinks",
+                "out",
+                "q_token",
+                "q_head",
+                "k_slot",
+                "k_head",
+                "v_slot",
+                "v_head",
+                "out_token",
+                "out_head",
+                "ancestors_request",
+                "ancestors_node",
+                "nodes",
+                "prefix_wide",
+                "node_wide",
+            )
+        ),
+        *((name, ctypes.c_double) for name in ("scale", "inner_scale", "v_scale")),
+    ]
+
+
+def fits(
+    q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sliding_window=-1, sinks=None, out=None
+) -> bool:
+    """Whether the kernel takes these, by shapes, dtypes and strides alone.
+
+    K and V of q's dtype, bfloat16 or float16, heads of 128, to 16 query heads a kv head, to 256 nodes and 16 requests (of
+    more, unequal lengths are better shared by the Triton kernel), no sliding window, and every row of 128 at a 16-byte
+    address.
+    """
+    num_requests, num_nodes = ancestors.shape[:2]
+    group = q.shape[1] // k_pool.shape[1]
+    same = q.dtype in DTYPES and q.dtype == k_pool.dtype == v_pool.dtype
+    sizes = (
+        q.shape[2] == k_pool.shape[2] == v_pool.shape[2] == HEAD_DIM
+        and 1 <= group <= MOST_GROUP
+        and 1 <= num_nodes <= MOST_NODES
+        and 1 <= num_requests <= MOST_REQUESTS
+    )
+    indices = (
+        prefix_indptr.dtype == torch.int32
+        and prefix_slots.dtype in INDEX_DTYPES
+        and node_slots.dtype in INDEX_DTYPES
+        and all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in (prefix_indptr, prefix_slots, node_slots, ancestors))
+    )
+    rows = (q, k_pool, v_pool) if out is None else (q, k_pool, v_pool, out)
+    aligned = all(x.data_ptr() % 16 == 0 and x.stride(2) == 1 and _rows_aligned(x) for x in rows)
+    sink = sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    return sliding_window < 0 and same and sizes and indices and aligned and sink
+
+
+def _rows_aligned(x: torch.Tensor) -> bool:
+    """16 bytes are 8 numbers; distances are ints in the source."""
+    return x.stride(0) % 8 == x.stride(1) % 8 == 0 and max(x.stride(0), x.stride(1)) * 2 < 2**31
+
+
+@functools.cache
+def device_serves(device: int) -> bool:
+    properties = torch.cuda.get_device_properties(device)
+    capable = (properties.major, properties.minor) >= LEAST_CAPABILITY
+    return capable and properties.shared_memory_per_block_optin >= HOPPERS_SHARED_BYTES
+
+
+def supported(
+    q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sliding_window=-1, sinks=None, out=None
+) -> bool:
+    """Whether `tree_attention_cuda` takes these: CUDA of compute capability 9.0 on with Hopper's shared memory, and
+    `fits`."""
+    return (
+        q.is_cuda
+        and device_serves(q.device.index)
+        and fits(q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sliding_window, sinks, out)
+    )
+
+
+@functools.cache
+def choose(
+    dtype: torch.dtype,
+    num_requests: int,
+    num_nodes: int,
+    num_kv_heads: int,
+    group: int,
+    capped: bool,
+    multiprocessors: int,
+    wgmma: bool,
+) -> Variant:
+    """The variant of a shape; prefix lengths do not enter, so that a CUDA graph holds.
+
+    The largest cluster with which all blocks run at once. Several requests are cut in 4 at least, though that takes more
+    waves where they are equally long: with one long request among short ones, its blocks are the time.
+    """
+    row_groups = 1 if num_nodes * group <= 64 else 2
+    blocks = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
+    at_once = [size for size in CLUSTERS if size <= MOST_PORTABLE_CLUSTER and blocks * size <= multiprocessors]
+    cluster = max(at_once, default=1)
+    cluster = max(cluster, 4) if num_requests > 1 else cluster
+    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap=wgmma)
+
+
+def tree_attention_cuda(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    prefix_indptr: torch.Tensor,
+    prefix_slots: torch.Tensor,
+    node_slots: torch.Tensor,
+    ancestors: torch.Tensor,
+    depth: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+    sliding_window: int = -1,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    variant: Variant | None = None,
+) -> torch.Tensor:
+    """The contract of `dispatch.tree_attention` where `supported` says so. depth is not read.
+
+    One launch, no host synchronisation but at the first call of a variant, which compiles: call once before a CUDA graph
+    is captured. The same input gives the same bits. variant: `choose`'s.
+    """
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    device = q.device.index
+    num_requests, num_nodes = ancestors.shape[:2]
+    num_kv_heads = k_pool.shape[1]
+    if variant is None:
+        variant = choose(
+            q.dtype,
+            num_requests,
+            num_nodes,
+            num_kv_heads,
+            q.shape[1] // num_kv_heads,
+            logit_cap > 0,
+            _multiprocessors(device),
+            architecture(device) == "sm_90a",
+        )
+    arguments = attention_arguments(
+        q,
+        k_pool,
+        v_pool,
+        prefix_indptr,
+        prefix_slots,
+        node_slots,
+        ancestors,
+        scale,
+        logit_cap,
+        sinks,
+        k_scale,
+        v_scale,
+        out,
+    )
+    with torch.cuda.device(device):
+        kernels, stream = _load(variant, device), torch.cuda.current_stream().cuda_stream
+        ahead = variant.dependent and torch.cuda.is_current_stream_capturing()
+        grid = grid_of(variant, num_requests, num_nodes, num_kv_heads)
+        kernels.launch("tree_attention", grid, THREADS, variant.shared_bytes, stream, arguments, ahead)
+    return out
+
+
+def grid_of(variant: Variant, num_requests: int, num_nodes: int, num_kv_heads: int) -> tuple[int, int, int]:
+    return variant.cluster * -(-num_nodes * variant.group // variant.rows), num_kv_heads, num_requests
+
+
+def attention_arguments(
+    q,
+    k_pool,
+    v_pool,
+    prefix_indptr,
+    prefix_slots,
+    node_slots,
+    ancestors,
+    scale,
+    logit_cap,
+    sinks,
+    k_scale,
+    v_scale,
+    out,
+) -> AttentionArguments:
+    """The kernel's argument, which keeps no reference to the tensors; all must outlive the launch."""
+    tensors = (q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sinks, out)
+    inner_scale = scale * k_scale
+    return AttentionArguments(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(2 * stride for tensor in (q, k_pool, v_pool, out) for stride in tensor.stride()[:2]),
+        *ancestors.stride()[:2],
+        ancestors.shape[1],
+        int(prefix_slots.dtype == torch.int64),
+        int(node_slots.dtype == torch.int64),
+        LOG2_E * (logit_cap if logit_cap > 0 else inner_scale),
+        inner_scale / logit_cap if logit_cap > 0 else 1.0,
+        v_scale,
+    )
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _load(variant: Variant, device: int) -> LoadedKernels:
+    torch.cuda.current_stream().synchronize()  # makes the device's context current before the driver loads into it
+    cubin = compile_for(variant, architecture(device))
+    return LoadedKernels(cubin, large_clusters=variant.cluster > MOST_PORTABLE_CLUSTER)
+
+
+def compile_for(variant: Variant, target: str) -> bytes:
+    """Machine code for one variant."""
+    return compile_cubin("tree_attention", SOURCE.read_text(), {}, variant.defines(), target)

@@ -1,0 +1,674 @@
+// Tree attention in one launch, for Hopper: heads of 128, K and V of q's dtype, up to 256 nodes, no sliding window (see
+// cuda_kernel.py; dispatch.py has the contract).
+//
+// A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are
+// (node, head) pairs of one kv head. A cluster of CLUSTER blocks shares the tiles of the same rows: which block takes
+// which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths. At the end each block leaves its
+// sums in its own shared memory, and all blocks of the cluster merge a part of the rows, reading each other's: nothing
+// goes through global memory. A block without tiles has nothing to add and helps to merge.
+//
+// What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
+// later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
+// while the first tiles are under way, and only where the block has tiles of the tree.
+//
+// Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), a head's halves one after the other, and the 16-byte
+// pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets
+// no bank twice in it.
+//
+// A block has two groups of four warps; a warp has 16 rows, its lanes hold what the operands and results of both
+// m16n8k16 and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on,
+// the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split.
+//
+// Compiled for HALF (0: bfloat16, 1: float16), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16),
+// STAGES (turns that the ring holds), CAPPED (whether logits are capped), WGMMA (products by wgmma, which needs sm_90a; or
+// by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
+//
+// With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
+// anything, and lets later ones start behind its wait: fp8_linear.cu says what that rests on.
+#ifndef CUDA_ON_CPU
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+// 16 bytes of global memory to shared memory.
+__device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from_global)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+// Four matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrix_x4(unsigned (&m)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&m)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Two numbers rounded to q's dtype.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned pair;
+#if HALF
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+#if HALF
+#define DTYPE "f16"
+#else
+#define DTYPE "bf16"
+#endif
+#if WGMMA
+#define FOUR(c) "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+// c[64, 64] (+)= a[64, 16] b[64, 16]^T, the keys at `keys`: a group's product, under way until wait_for_products.
+__device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(keys), "r"(int(add)));
+}
+// c[64, 128] += a[64, 16] b[16, 128], the values at `values`.
+__device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], unsigned long long values) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, "
+                 "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, "
+                 "%61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7]),
+                   FOUR(c[8]), FOUR(c[9]), FOUR(c[10]), FOUR(c[11]), FOUR(c[12]), FOUR(c[13]), FOUR(c[14]), FOUR(c[15])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(values));
+}
+// What registers hold is seen by products that start behind this.
+__device__ __forceinline__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// The compiler must not move reads of sums across this (it does not know that products are under way).
+template <int N>
+__device__ __forceinline__ void hold(float (&c)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) asm volatile("" : FOUR(c[n])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void hold(unsigned (&a)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
+}
+// A use of `condition`, which is never true, that no compiler moves behind a later wait.
+__device__ __forceinline__ void never(bool condition) {
+    if (condition) asm volatile("trap;");
+}
+// What this thread's copies wrote is seen by wgmma behind the next barrier.
+__device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+// c[16, 8] += a[16, 16] b[16, 8], float32 sums.
+__device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." DTYPE "." DTYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+#if DEPENDENT
+__device__ __forceinline__ void let_later_kernels_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
+#if CLUSTER > 1
+// Meeting point of a cluster's threads; what they wrote to shared memory before is seen by all behind it.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What block `rank` of the cluster has at this block's shared address; these may be under way together.
+__device__ __forceinline__ unsigned address_of_block(const void* pointer, int rank) {
+    unsigned address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+    return address;
+}
+__device__ __forceinline__ float2 load_of_block(const float2* pointer, int rank) {
+    float2 value;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(address_of_block(pointer, rank)));
+    return value;
+}
+__device__ __forceinline__ float4 load_of_block(const float4* pointer, int rank) {
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address_of_block(pointer, rank)));
+    return value;
+}
+#else
+template <class T>
+__device__ __forceinline__ T load_of_block(const T* pointer, int) {
+    return *pointer;
+}
+#endif
+#endif
+
+typedef long long i64;
+typedef unsigned long long u64;
+
+struct AttentionArguments {
+    i64 q;              // [requests * nodes, heads, 128], out alike; every row at a 16-byte address
+    i64 k_pool, v_pool; // [slots, kv heads, 128], every row at a 16-byte address
+    i64 prefix_indptr;  // int [requests + 1]
+    i64 prefix_slots;   // int, or int64 where prefix_wide is 1
+    i64 node_slots;     // int [requests * nodes], or int64 where node_wide is 1
+    i64 ancestors;      // unsigned [requests, nodes, words]
+    i64 sinks;          // float [heads], or null
+    i64 out;
+    i64 q_token, q_head, k_slot, k_head, v_slot, v_head, out_token, out_head;  // bytes apart
+    i64 ancestors_request, ancestors_node;                                     // words apart
+    i64 nodes, prefix_wide, node_wide;
+    double scale;  // of logits, to base 2; where they are capped: of tanh(inner_scale * logits)
+    double inner_scale;
+    double v_scale;
+};
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int DIM = 128, PIECES = DIM / 8;  // of 16 bytes, of a row
+constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
+constexpr int ROWS = 64 * ROW_GROUPS;
+constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
+constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
+constexpr int WARP_KEYS = TURN / WARPS;
+constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
+constexpr int PARTS = CLUSTER * KEY_GROUPS;
+constexpr unsigned MINUS_INFINITY = 0xff800000u;
+static_assert(PARTS <= 32 && STAGES >= 3, "a lane has one part; sums take no more than three stages");
+
+struct Tile {
+    uint4 half[DIM / 64][TILE][8];
+};
+struct Turn {
+    Tile keys[KEY_GROUPS], values[KEY_GROUPS];
+};
+struct Sums {  // over the ring, when it is done
+    float rows[KEY_GROUPS][ROWS][SUM_STRIDE];
+    float2 peak_and_total[KEY_GROUPS][ROWS];
+};
+struct Shared {
+    union {
+        Turn ring[STAGES];
+        Sums sums;
+    };
+    uint4 queries[DIM / 64][ROWS][8];
+    unsigned ancestors[ROWS][WORDS];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
+
+// Piece `piece` of row `row`, of halves of `rows` rows.
+template <int N>
+__device__ __forceinline__ uint4* place(uint4 (&halves)[2][N][8], unsigned row, unsigned piece) {
+    return &halves[piece / 8][row][(piece ^ row) & 7];
+}
+
+#if WGMMA
+// A wgmma operand of 128-byte swizzled rows that begins at `start`. Of keys (depth along the row), groups of eight rows
+// are `stride` bytes apart. Of values (depth along the rows) these are too, and 64 columns `leading` bytes. To add n to an
+// operand is to begin 16 n bytes later.
+__device__ __forceinline__ u64 operand_at(unsigned start, unsigned leading, unsigned stride) {
+    return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (start >> 4 & 0x3fff);
+}
+#ifndef VALUES_LEADING
+#define VALUES_LEADING (TILE * 128)
+#define VALUES_STRIDE 1024
+#endif
+#endif
+
+struct Block {
+    const AttentionArguments& arguments;
+    Shared& shared;
+    int request, head, first_row, nodes, begin, length;
+    const char *own_k, *own_v;  // this thread's piece of the head, of slot 0
+
+    __device__ __forceinline__ bool row_exists(int row) const { return first_row + row < nodes * GROUP; }
+
+    // Rows behind the last are copies of it, as are keys: both are finite, and nothing comes of them.
+    __device__ __forceinline__ void copy_queries() const {
+        const int piece = threadIdx.x % PIECES;
+#pragma unroll
+        for (int i = 0; i < ROWS * PIECES / THREADS; ++i) {
+            const int row = threadIdx.x / PIECES + i * (THREADS / PIECES);
+            const char* from = row_of(arguments.q, arguments.q_token, arguments.q_head, row);
+            copy_async_16(place(shared.queries, row, piece), from + piece * 16);
+        }
+    }
+    // Of q or out.
+    __device__ __forceinline__ char* row_of(i64 base, i64 token_stride, i64 head_stride, int row) const {
+        const unsigned at = min(first_row + row, nodes * GROUP - 1), token = request * nodes + at / GROUP;
+        return reinterpret_cast<char*>(base) + u64(token) * unsigned(token_stride) +
+               u64(head * GROUP + at % GROUP) * unsigned(head_stride);
+    }
+
+    // A warp copies WARP_KEYS keys of a turn, two at a time. The slot of one of them, lane % WARP_KEYS.
+    __device__ __forceinline__ int read_slot(int first_key) const {
+        const int own = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
+        const int key = min(own, length + nodes - 1);
+        const bool in_prefix = key < length;
+        const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
+        const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
+        return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
+    }
+    __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
+        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
+        const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
+        Tile& keys = turn.keys[first / TILE];
+        Tile& values = turn.values[first / TILE];
+        unsigned slots[WARP_KEYS / 2];
+#pragma unroll
+        for (int i = 0; i < WARP_KEYS / 2; ++i) {
+            const unsigned key = i * 2 + lane / PIECES;
+            slots[i] = __shfl_sync(~0u, own_slot, key);
+            copy_async_16(place(keys.half, first % TILE + key, piece), own_k + u64(slots[i]) * k_slot);
+        }
+#pragma unroll
+        for (int i = 0; i < WARP_KEYS / 2; ++i) {
+            const unsigned key = i * 2 + lane / PIECES;
+            copy_async_16(place(values.half, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
+        }
+    }
+
+    // Bits of nodes that do not exist are 0.
+    __device__ __forceinline__ void read_ancestors() const {
+        constexpr int READERS = THREADS / ROWS, OWN = (MOST_WORDS + 2 + READERS - 1) / READERS;  // of a row, and their words
+        const int row = threadIdx.x % ROWS, node = min(first_row + row, nodes * GROUP - 1) / GROUP;
+        const unsigned* bits = reinterpret_cast<const unsigned*>(arguments.ancestors) +
+                               request * arguments.ancestors_request + node * arguments.ancestors_node;
+        unsigned values[OWN];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {  // all under way together
+            const int word = threadIdx.x / ROWS + i * READERS, left = nodes - word * 32;
+            values[i] = left > 0 ? bits[word] : 0;
+            if (left < 32) values[i] &= (1u << max(left, 0)) - 1u;
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int word = threadIdx.x / ROWS + i * READERS;
+            if (word < MOST_WORDS + 2) shared.ancestors[row][word] = values[i];
+        }
+    }
+    // Which of a tile's 64 keys a row sees; the first is `first_key`, and at least one is a node.
+    __device__ __forceinline__ u64 visible(int row, int first_key) const {
+        const unsigned* words = shared.ancestors[row];
+        const int node = first_key - length;
+        if (node < 0) {
+            const int before = -node;  // keys of the prefix, 1 to 63
+            return (words[0] | u64(words[1]) << 32) << before | ((u64(1) << before) - 1);
+        }
+        const u64 low = words[node / 32] | u64(words[node / 32 + 1]) << 32, next = words[node / 32 + 2];
+        return low >> node % 32 | (node % 32 ? next << (64 - node % 32) : 0);
+    }
+};
+
+// A warp's 16 rows: sums of weighted values, the greatest logit (base 2, scaled) and the lane's share of the weights' sum,
+// each of rows lane / 4 and lane / 4 + 8.
+struct Rows {
+    unsigned queries[DIM / 16][4], weights[TILE / 16][4];
+    float sums[DIM / 8][4] = {};
+    float peak[2], total[2] = {};
+
+    __device__ __forceinline__ void load_queries(Shared& shared, int first) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int step = 0; step < DIM / 16; ++step)
+            load_matrix_x4(queries[step], place(shared.queries, first + lane % 16, step * 2 + lane / 16));
+    }
+
+    // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
+    __device__ __forceinline__ void multiply_keys(float (&logits)[TILE / 8][4], Tile& keys) {
+#if WGMMA
+        const u64 operand = operand_at(shared_address(&keys), 16, 1024);
+        hold(logits);
+        before_products();
+#pragma unroll
+        for (int step = 0; step < DIM / 16; ++step)
+            multiply_keys_16(logits, queries[step], operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+        commit_products();
+#else
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) logits[n][i] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < DIM / 16; ++step)
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n += 2) {
+                unsigned b[4];
+                load_matrix_x4(b, place(keys.half, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+                multiply_tiles(logits[n], queries[step], b[0], b[1]);
+                multiply_tiles(logits[n + 1], queries[step], b[2], b[3]);
+            }
+#endif
+    }
+
+    // Logits become weights; `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
+    // `seen` (of each row) is 0 do not count.
+    template <bool MASKED>
+    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], const u64 (&seen)[2], float scale,
+                                          float inner_scale) {
+        const float minus_infinity = __uint_as_float(MINUS_INFINITY);
+        float most[2] = {minus_infinity, minus_infinity};
+        unsigned bits[2][2];
+        if (MASKED)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int first = threadIdx.x % 4 * 2;
+                bits[i][0] = unsigned(seen[i]) >> first;
+                bits[i][1] = unsigned(seen[i] >> 32) >> first;
+            }
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& logit = logits[n][i];
+#if CAPPED
+                logit = tanhf(logit * inner_scale);
+#endif
+                if (MASKED && !(bits[i / 2][n / 4] & 1u << (n % 4 * 8 + i % 2))) logit = minus_infinity;
+                most[i / 2] = fmaxf(most[i / 2], logit);
+            }
+        float base[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
+            const float before = peak[i];
+            peak[i] = fmaxf(before, most[i] * scale);
+            base[i] = MASKED && peak[i] == minus_infinity ? 0.0f : peak[i];  // a row that sees nothing has weights of 0
+            decay[i] = exp2_approx(before - base[i]);
+            total[i] *= decay[i];
+        }
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                logits[n][i] = exp2_approx(fmaf(logits[n][i], scale, -base[i / 2]));
+                total[i / 2] += logits[n][i];
+            }
+    }
+    // Weights to operands, and sums to the weights' peak.
+    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2]) {
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                weights[step][i] = pack(logits[step * 2 + i / 2][i % 2 * 2], logits[step * 2 + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[n][i] *= decay[i / 2];
+    }
+
+    // sums += weights values.
+    __device__ __forceinline__ void add_values(Tile& values) {
+#if WGMMA
+        const u64 operand = operand_at(shared_address(&values), VALUES_LEADING, VALUES_STRIDE);
+        hold(weights);
+        hold(sums);
+        before_products();
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step)
+            multiply_values_16(sums, weights[step], operand + step * (16 * 128) / 16);
+        commit_products();
+#else
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step)
+#pragma unroll
+            for (int n = 0; n < DIM / 8; n += 2) {
+                unsigned b[4];
+                load_matrix_x4_transposed(b, place(values.half, step * 16 + lane % 16, n + lane / 16));
+                multiply_tiles(sums[n], weights[step], b[0], b[1]);
+                multiply_tiles(sums[n + 1], weights[step], b[2], b[3]);
+            }
+#endif
+    }
+
+    // A tile. With OVERLAP its values wait for the next tile's turn, and the values of the tile before (none if FIRST) are
+    // multiplied while this one's logits become weights.
+    template <bool FIRST, bool MASKED>
+    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
+        float logits[TILE / 8][4], decay[2];
+        multiply_keys(logits, keys);
+#if OVERLAP
+        if (!FIRST) add_values(values);
+        wait_for_products<FIRST ? 0 : 1>();
+        hold(logits);
+        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
+        if (!FIRST) {
+            never(total[0] + total[1] < 0.0f);  // without it the compiler has the wait before the weights
+            end_values();
+        }
+        take_weights(logits, decay);
+#else
+#if WGMMA
+        wait_for_products<0>();
+        hold(logits);
+#endif
+        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
+        take_weights(logits, decay);
+        add_values(values);
+        end_values();
+#endif
+    }
+    __device__ __forceinline__ void end_values() {
+#if WGMMA
+        wait_for_products<0>();
+        hold(sums);
+#endif
+    }
+
+    // To shared memory, for the merge.
+    __device__ __forceinline__ void leave(Sums& left, int key_group, int first) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = first + lane / 4 + i * 8;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+                *reinterpret_cast<float2*>(&left.rows[key_group][row][n * 8 + lane % 4 * 2]) = {sums[n][i * 2],
+                                                                                               sums[n][i * 2 + 1]};
+            total[i] += __shfl_xor_sync(~0u, total[i], 1);
+            total[i] += __shfl_xor_sync(~0u, total[i], 2);
+            if (lane % 4 == 0) left.peak_and_total[key_group][row] = {peak[i], total[i]};
+        }
+    }
+};
+
+// Rows of a warp's share of the merge, and as many of them at a time as have all reads under way together.
+constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);
+constexpr int MERGED_AT_ONCE = MERGED_ROWS * PARTS <= 16 ? MERGED_ROWS : PARTS <= 16 ? 16 / PARTS : 1;
+
+// Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, by a warp: lane p has part p's peak and total of a
+// row, and each lane four columns of the result.
+__device__ __forceinline__ void merge_rows(const Block& block, int first) {
+    const Sums& sums = block.shared.sums;
+    const AttentionArguments& arguments = block.arguments;
+    const int lane = threadIdx.x % 32;
+    const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(arguments.v_scale);
+    float2 own[MERGED_AT_ONCE];
+    float4 parts[MERGED_AT_ONCE][PARTS];
+    float sinks[MERGED_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+        const int row = min(first + i * CLUSTER * WARPS, ROWS - 1);
+        own[i] = {minus_infinity, 0.0f};
+        if (lane < PARTS) own[i] = load_of_block(&sums.peak_and_total[lane % KEY_GROUPS][row], lane / KEY_GROUPS);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            parts[i][part] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + lane,
+                                           part / KEY_GROUPS);
+        sinks[i] = minus_infinity;
+        if (arguments.sinks)
+            sinks[i] = reinterpret_cast<const float*>(
+                           arguments.sinks)[block.head * GROUP + unsigned(block.first_row + row) % GROUP] *
+                       1.4426950408889634f;
+    }
+#pragma unroll
+    for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+        const int row = first + i * CLUSTER * WARPS;
+        float peak = fmaxf(own[i].x, sinks[i]);
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
+        if (peak == minus_infinity) peak = 0.0f;
+        const float weight = exp2_approx(own[i].x - peak);
+        float total = own[i].y * weight;
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
+        total += exp2_approx(sinks[i] - peak);
+        const float factor = total > 0.0f ? v_scale / total : 0.0f;
+        float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const float share = __shfl_sync(~0u, weight, part);
+            mixed.x = fmaf(share, parts[i][part].x, mixed.x);
+            mixed.y = fmaf(share, parts[i][part].y, mixed.y);
+            mixed.z = fmaf(share, parts[i][part].z, mixed.z);
+            mixed.w = fmaf(share, parts[i][part].w, mixed.w);
+        }
+        if (row < ROWS && block.row_exists(row)) {
+            char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
+            reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor),
+                                                   pack(mixed.z * factor, mixed.w * factor)};
+        }
+    }
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attention(const AttentionArguments arguments) {
+    DYNAMIC_SHARED(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
+    const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
+    const int own_row = row_group * 64 + warp % 4 * 16;
+    Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
+                   int(arguments.nodes), 0, 0, nullptr, nullptr};
+#if DEPENDENT
+    wait_for_earlier_kernels();
+    let_later_kernels_start();
+#endif
+    const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
+    block.begin = bounds[0];
+    block.length = bounds[1] - block.begin;
+    const unsigned piece = threadIdx.x % PIECES * 16;
+    block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
+    block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
+    block.copy_queries();
+    const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
+    // Whole tiles a block, so that those of the prefix stay without a mask.
+    const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
+    const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
+    const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
+
+    int slots[STAGES + 1];
+#pragma unroll
+    for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(first_tile * TILE + turn * TURN);
+#pragma unroll
+    for (int turn = 0; turn < STAGES; ++turn) {
+        if (turn * KEY_GROUPS < copied) block.copy_turn(shared.ring[turn], slots[turn]);
+        copy_async_commit();
+    }
+    int next_slot = slots[STAGES];
+    if (last_tile * TILE > block.length) block.read_ancestors();
+
+    Rows rows;
+    rows.peak[0] = rows.peak[1] = __uint_as_float(MINUS_INFINITY);
+    const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
+    const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
+    int stage = 0, free_stage = 0;
+    for (int turn = 0; turn < turns; ++turn) {
+        if (turn == 0)
+            copy_async_wait<STAGES - 1>();
+        else if (turn < FREE_AFTER)
+            copy_async_wait<STAGES - 2>();
+        else
+            copy_async_wait<STAGES - 1 - FREE_AFTER>();
+#if WGMMA
+        show_copies();
+#endif
+        __syncthreads();  // all see the copies, and are done with the stage that is filled next
+        if (turn >= FREE_AFTER) {
+            const int next = turn - FREE_AFTER + STAGES;
+            if (next * KEY_GROUPS < copied) block.copy_turn(shared.ring[free_stage], next_slot);
+            copy_async_commit();
+            if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
+            free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
+        }
+        if (turn == 0) rows.load_queries(shared, own_row);
+        const int tile = first_tile + turn * KEY_GROUPS + key_group;
+        if (has_rows && tile < last_tile) {
+            Tile& keys = shared.ring[stage].keys[key_group];
+            Tile& values = shared.ring[OVERLAP ? (stage == 0 ? STAGES - 1 : stage - 1) : stage].values[key_group];
+            u64 seen[2] = {};
+            const bool masked = (tile + 1) * TILE > block.length;
+            if (masked) {
+                const int row = own_row + threadIdx.x % 32 / 4;
+                seen[0] = block.visible(row, tile * TILE);
+                seen[1] = block.visible(row + 8, tile * TILE);
+            }
+            if (OVERLAP && turn == 0) {
+                if (masked)
+                    rows.attend<true, true>(keys, values, seen, scale, inner_scale);
+                else
+                    rows.attend<true, false>(keys, values, seen, scale, inner_scale);
+            } else if (masked) {
+                rows.attend<false, true>(keys, values, seen, scale, inner_scale);
+            } else {
+                rows.attend<false, false>(keys, values, seen, scale, inner_scale);
+            }
+        }
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+#if OVERLAP
+    const int own_turns = (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS;
+    if (has_rows && own_turns > 0) {
+        rows.add_values(shared.ring[(own_turns - 1) % STAGES].values[key_group]);
+        rows.end_values();
+    }
+#endif
+    copy_async_wait<0>();  // of q, where there are no turns
+    __syncthreads();       // all are done with the ring
+    rows.leave(shared.sums, key_group, own_row);
+#if CLUSTER > 1
+    cluster_sync();
+#else
+    __syncthreads();
+#endif
+    for (int i = 0; i < MERGED_ROWS; i += MERGED_AT_ONCE) {
+        const int row = rank + CLUSTER * (warp + WARPS * i);
+        if (row < ROWS && block.row_exists(row)) merge_rows(block, row);
+    }
+#if CLUSTER > 1
+    cluster_sync();  // a block that ends takes its shared memory away
+#endif
+}

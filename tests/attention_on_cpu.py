@@ -1,0 +1,66 @@
+"""Runs kernels/tree_attention/tree_attention.cu itself on the CPU: g++ builds it against tests/cuda_on_cpu.h."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from sgl_specflow.kernels.tree_attention import cuda_kernel
+
+TESTS = Path(__file__).resolve().parent
+COMPILER = shutil.which("g++")
+
+
+class Range(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
+
+
+@functools.cache
+def build(variant: cuda_kernel.Variant, source: str = "") -> ctypes.CDLL:
+    """source: the kernel's text where it is not the file's."""
+    folder = Path(tempfile.mkdtemp(prefix="attention_on_cpu_"))
+    (folder / cuda_kernel.SOURCE.name).write_text(source or cuda_kernel.SOURCE.read_text())
+    flags = [
+        "-std=c++17",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-U_FORTIFY_SOURCE",
+        "-fno-strict-aliasing",
+        "-Wno-unknown-pragmas",
+    ]
+    defines = [f"-D{key}={value}" for key, value in variant.defines().items()]
+    command = [COMPILER, *flags, *defines, f"-I{TESTS}", f"-I{folder}", str(TESTS / "tree_attention_on_cpu.cpp")]
+    result = subprocess.run([*command, "-o", str(folder / "kernel.so")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def _range(tensor: torch.Tensor) -> Range:
+    """From the first element to the last, whatever lies between."""
+    numbers = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return Range(tensor.data_ptr(), numbers * tensor.element_size())
+
+
+def attention_on_cpu(inputs: dict, variant: cuda_kernel.Variant, reversed_order: bool = False, source: str = ""):
+    """`tree_attention_cuda` on the CPU; reversed_order: the warps and lanes of a block run backwards."""
+    inputs = {"logit_cap": 0.0, "sinks": None, "k_scale": 1.0, "v_scale": 1.0} | inputs
+    names = ("q", "k_pool", "v_pool", "prefix_indptr", "prefix_slots", "node_slots", "ancestors")
+    tensors = [inputs[name] for name in names]
+    assert cuda_kernel.fits(*tensors, sinks=inputs["sinks"], out=inputs["out"])
+    options = [inputs[name] for name in ("scale", "logit_cap", "sinks", "k_scale", "v_scale", "out")]
+    arguments = cuda_kernel.attention_arguments(*tensors, *options)
+    grid = cuda_kernel.grid_of(variant, *inputs["ancestors"].shape[:2], inputs["k_pool"].shape[1])
+    readable = (Range * 3)(*(_range(tensor) for tensor in tensors[:3]))
+    build(variant, source).tree_attention_on_cpu(
+        ctypes.byref(arguments),
+        ctypes.c_size_t(variant.shared_bytes),
+        (ctypes.c_int * 3)(*grid),
+        readable,
+        len(readable),
+        reversed_order,
+    )
+    return inputs["out"]

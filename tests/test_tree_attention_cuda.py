@@ -1,0 +1,264 @@
+"""tree_attention.cu against float64: on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one."""
+
+import dataclasses
+import shutil
+import subprocess
+
+import pytest
+import torch
+from attention_cases import NAN, Case, make_inputs
+from attention_on_cpu import COMPILER, attention_on_cpu
+from sgl_specflow.kernels import nvrtc
+from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
+from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES, Variant, choose, fits
+from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
+
+NVCC = shutil.which("nvcc")
+BFLOAT, HALF = torch.bfloat16, torch.float16
+FORMS = {
+    "mma": {},
+    "wgmma": {"wgmma": True},
+    "overlap": {"wgmma": True, "overlap": True},
+}
+on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
+
+# prefix lengths, nodes, (query heads, kv heads), cluster, more of Case
+GRID = [
+    ((0,), 1, (1, 1), 1, {}),
+    ((63,), 1, (4, 1), 2, {}),
+    ((64, 0, 130), 7, (4, 2), 4, {}),
+    ((65,), 16, (4, 1), 8, {"dtype": HALF}),
+    ((1000,), 16, (4, 1), 4, {"index_dtype": torch.int32}),
+    ((1, 200), 16, (8, 1), 2, {"padding": 5}),  # 128 rows
+    ((1000, 3), 7, (16, 1), 8, {"strided": True}),
+    ((100,), 64, (1, 1), 2, {}),
+    ((64,), 64, (4, 1), 8, {"dtype": HALF, "strided": True}),
+    ((1000,), 64, (4, 1), 1, {"shape": "bidirectional"}),
+    ((31, 300), 65, (4, 1), 4, {"padding": 9}),
+    ((0, 65), 65, (1, 1), 1, {}),
+    ((63,), 65, (8, 1), 2, {"shape": "chain"}),
+    ((40,), 13, (3, 1), 2, {}),  # heads of a node in two warps
+    ((40,), 37, (5, 1), 4, {}),  # and in two blocks
+    ((20,), 256, (1, 1), 2, {"shape": "chain"}),
+    ((1,), 256, (4, 1), 4, {}),
+    ((150,), 130, (2, 1), 8, {"sinks": True, "options": {"k_scale": 0.5, "v_scale": 3.0}}),
+    ((70, 0), 7, (2, 1), 2, {"sinks": True, "options": {"logit_cap": 2.0}}),
+]
+ON_THE_GPU = [
+    (prefix, nodes, heads, cluster, {"dtype": dtype, "padding": nodes // 5})
+    for dtype in (BFLOAT, HALF)
+    for prefix in ((0, 1, 63), (64, 65, 1000), (4133,))
+    for nodes in (1, 7, 16, 64, 65, 256)
+    for heads in (((8, 8), (32, 8), (32, 4), (32, 2)) if dtype == BFLOAT else ((32, 8),))
+    for cluster in (None,)
+] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 4, 8)]
+
+
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test))
+
+
+def case_of(entry) -> Case:
+    prefix, nodes, heads, _, more = entry
+    more = {"dtype": BFLOAT} | more
+    return Case("cuda", prefix=prefix, nodes=nodes, heads=heads, head_dim=128, value_dim=128, **more)
+
+
+def inputs_of(entry, device="cpu") -> dict:
+    """make_inputs with q and out of strides of their own; the last node sees nothing of the tree."""
+    inputs = make_inputs(case_of(entry), device)
+    rows, heads, dim = inputs["q"].shape
+    for name in ("q", "out"):
+        wide = torch.full((rows, heads + 3, dim), NAN, dtype=inputs["q"].dtype, device=device)
+        wide[:, 2:-1] = inputs[name]
+        inputs[name] = wide[:, 2:-1]
+    inputs["ancestors"][:, -1] = 0
+    return inputs
+
+
+def variant_of(entry, **changes) -> Variant:
+    case = case_of(entry)
+    group = case.heads[0] // case.heads[1]
+    capped = "logit_cap" in case.options
+    return Variant(case.dtype, group, 1 if case.nodes * group <= 64 else 2, entry[3], capped, **changes)
+
+
+def assert_attention(out, inputs):
+    """Weights and results are rounded once each to q's dtype; sums are float32."""
+    exact = dict(inputs, q=inputs["q"].double(), out=None)
+    expected = tree_attention_naive(**exact)
+    size = tree_attention_naive(**dict(exact, v_pool=inputs["v_pool"].double().abs()))
+    allowed = torch.finfo(out.dtype).eps / 2 * (expected.abs() + size) + 2e-5
+    assert ((out.double() - expected).abs() <= allowed).all()  # NaN is not
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "entry, form",
+    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 1)) for entry in GRID[::step]],
+    ids=str,
+)
+def test_the_cuda_source_attends(entry, form):
+    inputs = inputs_of(entry)
+    variant = variant_of(entry, **FORMS[form])
+    out = attention_on_cpu(inputs, variant).clone()
+    assert_attention(out, inputs)
+    if entry in GRID[2::4]:  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
+        inputs["out"].fill_(NAN)
+        other = dataclasses.replace(variant, stages=4 if variant.row_groups == 2 else 3, dependent=True)
+        backwards = attention_on_cpu(inputs, other, reversed_order=True)
+        assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
+
+
+@on_cpu
+def test_the_cuda_source_writes_its_rows_alone():
+    inputs = inputs_of(GRID[2])
+    attention_on_cpu(inputs, variant_of(GRID[2]))
+    wide = inputs["out"]._base
+    assert wide[:, :2].isnan().all() and wide[:, -1:].isnan().all() and not inputs["out"].isnan().any()
+
+
+@on_cpu
+def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count():
+    entry = ((0,), 40, (2, 1), 2, {})
+    inputs = inputs_of(entry)
+    inputs["ancestors"][:, -3:] = 0
+    expected = attention_on_cpu(inputs, variant_of(entry)).clone()
+    assert (expected[-3:] == 0).all() and (expected[:-3] != 0).any()
+    inputs["ancestors"][:, :, 1] |= -1 << 8
+    inputs["ancestors"] = torch.nn.functional.pad(inputs["ancestors"], (0, 3), value=-1)
+    assert torch.equal(attention_on_cpu(inputs, variant_of(entry)), expected)
+
+
+BROKEN = {  # what becomes of the source, and the prefix that shows it
+    "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
+    "a bit early": ("<< before |", "<< (before - 1) |", 20),
+    "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f", 230),
+    "one part too few": ("const float share =", "const float share = part == 1 ? 0.0f :", 70),
+    "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
+    "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
+    "a stage too early": ("int stage = 0, free_stage = 0;", "int stage = 0, free_stage = 1;", 650),
+    "a slot of another key": ("__shfl_sync(~0u, own_slot, key)", "__shfl_sync(~0u, own_slot, key ^ 1)", 20),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_source_is_found(name):
+    """The cases tell a wrong kernel from a right one."""
+    old, new, prefix = BROKEN[name]
+    text = cuda_kernel.SOURCE.read_text()
+    assert text.count(old) == 1
+    entry = ((prefix,), 40, (2, 1), 2 if prefix == 70 else 1, {})
+    inputs = inputs_of(entry)
+    inputs["ancestors"][:, :, 1] |= -1 << 8
+    with pytest.raises(AssertionError):
+        # By wgmma, of which the swizzle is the emulation's own.
+        assert_attention(
+            attention_on_cpu(inputs, variant_of(entry, **FORMS["overlap"]), source=text.replace(old, new)), inputs
+        )
+
+
+def test_what_the_kernel_does_not_take():
+    def takes(entry=((5,), 7, (4, 2), 1, {}), **changes):
+        inputs = make_inputs(case_of(entry), "cpu") | changes
+        names = ("q", "k_pool", "v_pool", "prefix_indptr", "prefix_slots", "node_slots", "ancestors")
+        return fits(*(inputs[name] for name in names), inputs.get("sliding_window", -1), inputs["sinks"], inputs["out"])
+
+    assert takes() and takes(sinks=torch.zeros(4))
+    assert not takes(sliding_window=0)
+    assert not takes(sinks=torch.zeros(4, dtype=BFLOAT))
+    assert not takes(((5,), 7, (4, 2), 1, {"dtype": torch.float32}))
+    assert not takes(((5,), 7, (4, 2), 1, {"pool_dtype": torch.float8_e4m3fn}))
+    assert not takes(((5,), 7, (17, 1), 1, {}))
+    assert not takes(((5,), 257, (1, 1), 1, {}))
+    assert not takes(((1,) * 17, 2, (1, 1), 1, {}))
+    assert not takes(q=torch.zeros(7, 4, 132, dtype=BFLOAT)[:, :, 4:])
+    assert not takes(q=torch.zeros(7, 4, 132, dtype=BFLOAT)[:, :, :128])
+    assert not takes(k_pool=torch.zeros(20, 2, 64, dtype=BFLOAT))
+
+
+@pytest.mark.parametrize("requests, nodes, kv_heads, group, cluster", [
+    (1, 64, 8, 4, 8), (1, 256, 8, 4, 2), (1, 16, 8, 4, 8), (1, 64, 4, 8, 8), (2, 64, 8, 4, 4), (8, 64, 8, 4, 4),
+])  # fmt: skip
+def test_a_cluster_fills_the_device(requests, nodes, kv_heads, group, cluster):
+    variant = choose(BFLOAT, requests, nodes, kv_heads, group, False, 132, True)
+    assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 else 2)
+    assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
+
+
+VARIANTS = [
+    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, **form)
+    for dtype, group, row_groups, cluster, capped, dependent in (
+        (BFLOAT, 4, 2, 8, False, False),
+        (BFLOAT, 4, 1, 8, False, True),
+        (HALF, 1, 2, 1, False, False),
+        (HALF, 7, 1, 16, False, False),
+        (BFLOAT, 16, 2, 4, True, False),
+    )
+    for form in FORMS.values()
+]
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_cuda_source_compiles_without_spills(variant, tmp_path):
+    for target in ["sm_90a"] if variant.wgmma else ["sm_90a", "sm_100a"]:
+        arch = f"-gencode=arch=compute_{target[3:]},code={target}"
+        command = [NVCC, arch, "-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
+        command += [f"-D{key}={value}" for key, value in variant.defines().items()]
+        command += [str(cuda_kernel.SOURCE), "-o", str(tmp_path / "kernel.cubin")]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert " 0 bytes spill stores, 0 bytes spill loads" in result.stderr, result.stderr
+        assert "serialized" not in result.stderr, result.stderr  # wgmma that cannot run ahead
+
+
+def test_nvrtc_compiles_it(tmp_path, monkeypatch):
+    try:
+        nvrtc._nvrtc()
+    except nvrtc.CudaToolsMissing as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variant in VARIANTS[:4]:
+        assert b"tree_attention" in cuda_kernel.compile_for(variant, "sm_90a")
+
+
+@gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("entry", ON_THE_GPU, ids=str)
+def test_the_compiled_kernel_attends(entry, form):
+    if form != "mma" and nvrtc.architecture(0) != "sm_90a":
+        pytest.skip("wgmma is Hopper's alone")
+    inputs = inputs_of(entry, "cuda")
+    case, multiprocessors = case_of(entry), torch.cuda.get_device_properties(0).multi_processor_count
+    (heads, kv_heads), requests = case.heads, len(case.prefix)
+    variant = choose(case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False, multiprocessors, False)
+    variant = dataclasses.replace(variant, cluster=entry[3] or variant.cluster, **FORMS[form])
+    assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
+
+
+@gpu
+@pytest.mark.parametrize("entry", GRID, ids=str)
+def test_the_compiled_kernel_serves_all_options(entry):
+    inputs = inputs_of(entry, "cuda")
+    assert_attention(tree_attention(**inputs, implementation="cuda"), inputs)
+
+
+@gpu
+def test_dependent_launches_in_a_graph_follow_lengths():
+    entry = ((900, 40), 33, (8, 2), 4, {})
+    inputs = inputs_of(entry, "cuda")
+    variant = variant_of(entry, wgmma=nvrtc.architecture(0) == "sm_90a", dependent=True)
+    cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
+        again = dict(inputs, q=inputs["out"].clone(), out=torch.empty_like(inputs["out"]))
+        cuda_kernel.tree_attention_cuda(**again, variant=variant)
+    for bounds in ([0, 900, 940], [0, 1, 1], [0, 0, 700], [0, 512, 513]):
+        inputs["prefix_indptr"].copy_(torch.tensor(bounds, dtype=torch.int32))
+        inputs["out"].fill_(NAN)
+        graph.replay()
+        assert_attention(inputs["out"], inputs)
+        assert_attention(again["out"], again)

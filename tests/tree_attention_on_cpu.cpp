@@ -1,0 +1,134 @@
+// kernels/tree_attention/tree_attention.cu as a shared library that runs on the CPU.
+#include "cuda_on_cpu.h"
+
+#define CLUSTERED
+
+static float number(unsigned word, int half) { return HALF ? on_cpu::f16_half(word, half) : on_cpu::bf16_half(word, half); }
+static unsigned pack(float low, float high) {
+    const auto round = HALF ? on_cpu::round_f16 : on_cpu::round_bf16;
+    return round(low) | round(high) << 16;
+}
+static unsigned shared_address(const void* pointer) {
+    return unsigned(static_cast<const unsigned char*>(pointer) - on_cpu::shared_base());
+}
+
+// Rows 16 w to 16 w + 15 of a product are warp w's, of the group's four. Sums are exact, then rounded once.
+static void unpack(float (&a)[16][16], const unsigned (&word)[4], int lane) {
+    for (int i = 0; i < 4; ++i)
+        for (int half = 0; half < 2; ++half)
+            a[lane / 4 + i % 2 * 8][lane % 4 * 2 + half + i / 2 * 8] = number(word[i], half);
+}
+static void multiply_warp(unsigned (*in)[12], unsigned (*out)[4]) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const unsigned word[4] = {in[lane][0], in[lane][1], in[lane][2], in[lane][3]};
+        unpack(a, word, lane);
+        for (int i = 0; i < 4; ++i) b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] = number(in[lane][4 + i / 2], i % 2);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i) {
+            double sum = on_cpu::as_float(in[lane][6 + i]);
+            for (int k = 0; k < 16; ++k) sum += double(a[lane / 4 + i / 2 * 8][k]) * b[k][lane % 4 * 2 + i % 2];
+            out[lane][i] = on_cpu::as_bits(float(sum));
+        }
+}
+
+#if WGMMA
+static bool shown[on_cpu::MOST_WARPS * 32];  // whether a thread's copies since the last one are fenced
+static void show_copies() { shown[on_cpu::running] = true; }
+
+// An element of a 128-byte swizzled operand, as the PTX manual has its canonical layouts: keys are rows of 64 numbers of
+// depth, in groups of eight `stride` apart; values are depth in rows of 64 columns, groups of eight rows `stride` apart
+// and 64 columns `leading` apart. The hardware swizzles the address.
+static float element(uint64_t operand, bool values, int column, int depth) {
+    const unsigned start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4;
+    const unsigned stride = (operand >> 32 & 0x3fff) << 4;
+    if (operand >> 62 != 1 || operand >> 46 & 0xffff) on_cpu::fail("not an operand of 128-byte swizzled rows");
+    unsigned at = values ? start + column / 64 * leading + column % 64 * 2 + depth / 8 * stride + depth % 8 * 128
+                         : start + column / 8 * stride + column % 8 * 128 + depth * 2;
+    at ^= (at >> 7 & 7) << 4;
+    uint16_t bits;
+    memcpy(&bits, on_cpu::shared_base() + at, 2);
+    return number(bits, 0);
+}
+template <int COLUMNS, bool VALUES>
+static void multiply_group(unsigned (*in)[12], unsigned (*)[4]) {
+    static float a[16][16], b[16][COLUMNS];
+    const uint64_t operand = in[0][4] | uint64_t(in[0][5]) << 32;
+    for (int lane = 0; lane < 32; ++lane) {
+        const unsigned word[4] = {in[lane][0], in[lane][1], in[lane][2], in[lane][3]};
+        unpack(a, word, lane);
+        if (in[lane][4] != in[0][4] || in[lane][5] != in[0][5]) on_cpu::fail("lanes give different operands");
+    }
+    for (int k = 0; k < 16; ++k)
+        for (int column = 0; column < COLUMNS; ++column) b[k][column] = element(operand, VALUES, column, k);
+    for (int lane = 0; lane < 32; ++lane) {
+        float(*c)[4] = static_cast<float(*)[4]>(on_cpu::pointer(in[lane][6], in[lane][7]));
+        for (int n = 0; n < COLUMNS / 8; ++n)
+            for (int i = 0; i < 4; ++i) {
+                double sum = in[lane][8] ? c[n][i] : 0.0f;
+                for (int k = 0; k < 16; ++k)
+                    sum += double(a[lane / 4 + i / 2 * 8][k]) * b[k][n * 8 + lane % 4 * 2 + i % 2];
+                c[n][i] = float(sum);
+            }
+    }
+}
+template <int N>
+static void multiply_by_group(float (&c)[N][4], const unsigned (&a)[4], uint64_t operand, bool add) {
+    if (!shown[on_cpu::running]) on_cpu::fail("copies are not shown to wgmma");
+    const uint64_t sums = reinterpret_cast<uint64_t>(c);
+    on_cpu::meet(multiply_group<N * 8, N == 16>, {a[0], a[1], a[2], a[3], unsigned(operand), unsigned(operand >> 32),
+                                                  unsigned(sums), unsigned(sums >> 32), unsigned(add)});
+}
+static void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], uint64_t keys, bool add) {
+    multiply_by_group(c, a, keys, add);
+}
+static void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], uint64_t values) {
+    multiply_by_group(c, a, values, true);
+}
+static void before_products() {}
+static void commit_products() {}
+template <int PENDING>
+static void wait_for_products() {}
+template <class T>
+static void hold(T&) {}
+static void never(bool condition) {
+    if (condition) on_cpu::fail("weights are negative");
+}
+// Copies that land here want to be shown again.
+template <int PENDING>
+static void wait_and_hide() {
+    shown[on_cpu::running] = false;
+    copy_async_wait<PENDING>();
+}
+#define copy_async_wait wait_and_hide
+#else
+static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_add(c, a, b0, b1, multiply_warp);
+}
+#endif
+static std::vector<bool> waited;
+static void wait_for_earlier_kernels() { waited[on_cpu::running] = true; }
+static void let_later_kernels_start() {
+    if (!waited[on_cpu::running]) on_cpu::fail("later kernels may start before the wait");
+}
+static void copy_in_turn(void* to, const void* from) {
+    if (DEPENDENT && !waited[on_cpu::running]) on_cpu::fail("a copy begins before the wait");
+    copy_async_16(to, from, true);
+}
+#define copy_async_16 copy_in_turn
+#include "tree_attention.cu"
+#undef copy_async_16
+
+extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_t shared_bytes, const int* grid,
+                                      const on_cpu::Range* readable, int ranges, bool reversed) {
+    on_cpu::readable.assign(readable, readable + ranges);
+    gridDim = {grid[0], grid[1], grid[2]};
+    for (int z = 0; z < grid[2]; ++z)
+        for (int y = 0; y < grid[1]; ++y)
+            for (int x = 0; x < grid[0]; x += CLUSTER) {
+                blockIdx = {x, y, z};
+                waited.assign(CLUSTER * THREADS, false);
+                on_cpu::run_cluster(CLUSTER, THREADS, shared_bytes, reversed, [&] { tree_attention(*arguments); });
+            }
+}
