@@ -94,6 +94,22 @@ def step_milliseconds(server: Server, batch: int, context: int, steps: int, acce
     }
 
 
+def wanted_servers(options: argparse.Namespace) -> list[tuple[str, int, bool]]:
+    """(algorithm, budget, fp8_draft) of each tree server, in the order in which they start.
+
+    Raises ValueError for a run of another form or algorithm."""
+    if options.runs is None:
+        variants = [(budget, False) for budget in options.budgets] + [(budget, True) for budget in options.fp8_budgets]
+        return [(algorithm, *variant) for algorithm in options.algorithms for variant in variants]
+    servers = []
+    for run in options.runs.split(","):
+        algorithm, budget, *more = run.split(":")
+        if algorithm not in SHIPPED or not budget.isdecimal() or more not in ([], ["fp8"]):
+            raise ValueError(f"--runs has {run!r}; give algorithm:budget or algorithm:budget:fp8, {', '.join(SHIPPED)}")
+        servers.append((algorithm, int(budget), bool(more)))
+    return servers
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval inflation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
     parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
     parser.add_argument("--fp8-budgets", type=numbers, default=[], help="budgets measured with fp8_draft as well")
+    parser.add_argument("--runs", help="instead of these: algorithm:budget[:fp8], comma-separated, in this order")
     parser.add_argument("--plain-backends", default="fa3,triton", help="plain decoding is tried on each")
     parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
     parser.add_argument("--simulated-accept", type=float, default=4.0)
@@ -133,16 +150,20 @@ def main(arguments: list[str] | None = None) -> int:
     servers = {
         ("plain", name, False): ([*base, "--attention-backend", name], {}) for name in options.plain_backends.split(",")
     }
-    for algorithm in options.algorithms:
-        head = shapes.write_head(folder, longest, causal=algorithm == "jetflow")
-        weaver = {"weaver": str(shapes.write_weaver(folder))} if algorithm == "dflash_tfm" else {}
-        for budget, fp8 in [(b, False) for b in options.budgets] + [(b, True) for b in options.fp8_budgets]:
-            environment = {
-                "SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept),
-                OPTIONS_VARIABLE: json.dumps({"fp8_draft": fp8, **weaver}),
-            }
-            flags = [*base, "--attention-backend", options.backend, *tree_flags(algorithm, head, budget)]
-            servers[algorithm, budget, fp8] = flags, environment
+    heads: dict[bool, Path] = {}
+    for algorithm, budget, fp8 in wanted_servers(options):
+        causal = algorithm == "jetflow"
+        if causal not in heads:
+            heads[causal] = shapes.write_head(folder, longest, causal)
+        if algorithm == "dflash_tfm" and not (folder / "weaver").exists():
+            shapes.write_weaver(folder)
+        weaver = {"weaver": str(folder / "weaver")} if algorithm == "dflash_tfm" else {}
+        environment = {
+            "SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept),
+            OPTIONS_VARIABLE: json.dumps({"fp8_draft": fp8, **weaver}),
+        }
+        flags = [*base, "--attention-backend", options.backend, *tree_flags(algorithm, heads[causal], budget)]
+        servers[algorithm, budget, fp8] = flags, environment
 
     def open_server(item):
         key, (flags, environment) = item

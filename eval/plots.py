@@ -17,6 +17,7 @@ from sgl_specflow.eval.line_chart import LineChart
 from sgl_specflow.tree import expansion_width
 
 Charts = dict[str, LineChart]
+ABLATION = "ablation-"  # names of heads that were trained to be compared with each other, in tables
 
 
 def series_of(rows: list[dict], name_of: Callable[[dict], str], value: str) -> dict[str, list[tuple[int, float]]]:
@@ -44,6 +45,7 @@ def _charts(rows: list[dict], file: str, group: str, title: str, y_label: str, n
 
 
 def acceptance_charts(rows: list[dict]) -> Charts:
+    rows = [row for row in rows if not (row["head"] or "").startswith(ABLATION)]
     heads: dict[str, set] = {}
     for row in rows:
         heads.setdefault(row["drafter"], set()).add(row["head"])
@@ -73,7 +75,9 @@ def throughput_charts(rows: list[dict]) -> Charts:
 
 def step_inflation_charts(rows: list[dict]) -> Charts:
     def name_of(row: dict) -> str:
-        return f"batch {row['batch']}, context {row['context']}" + (", FP8 draft" if row.get("fp8_draft") else "")
+        other = "" if row.get("algorithm", "jetflow") == "jetflow" else f"{row['algorithm']}, "
+        draft = ", FP8 draft" if row.get("fp8_draft") else ""
+        return f"{other}batch {row['batch']}, context {row['context']}{draft}"
 
     title = "Step time against plain, {} shapes"
     return _charts(rows, "step_inflation", "model", title, "inflation (plain = 1)", name_of, "inflation")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from injected import plugin_environment
 from served import (
+    BASE_FLAGS,
     HYBRIDS,
     accept_length,
     generate,
@@ -41,6 +42,8 @@ def register():
 """
 # Transformers gives Qwen3.5-MoE and multimodal checkpoints a tokenizer of its own, for which SGLang's warm-up is empty.
 NO_WARMUP = ["--skip-server-warmup"]
+if torch.cuda.is_available():  # else the states' pool takes all memory that is there
+    BASE_FLAGS += ["--max-mamba-cache-size", "64"]
 EXTRA_BUFFER = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
 
 # Each entry: algorithm, budget, target, further flags. Together they cover both heads and the Weaver, the three classes of
