@@ -4,17 +4,20 @@
     train        one head, from what regenerate wrote; goes on from OUT/checkpoint.pt; also under torchrun
     export       OUT/checkpoint.pt as a head's folder: the same config, no training
     evaluate     offline accept lengths of heads on test prompts
+    ablate       heads that differ in one thing each (direction, loss, data), trained alike, and their accept lengths
 
 The names are those of the dataclasses in sgl_specflow/training/config.py.
 """
 
+import functools
 import sys
 from pathlib import Path
 
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.training.config import EvaluateConfig, RegenerateConfig, TrainConfig, load
+from sgl_specflow.training.config import AblateConfig, EvaluateConfig, RegenerateConfig, TrainConfig, load
 
 LOCKSTEP_BATCH = 4096
+HELD_OUT = 48  # train prompts of a data set that no ablation trains on
 
 
 def _config(kind, words: list[str]):
@@ -84,6 +87,34 @@ def evaluate(words: list[str]) -> None:
     print(table(measure(config, FrozenTarget(model, ()), answers)))
 
 
+def ablate(words: list[str]) -> None:
+    import transformers
+
+    from sgl_specflow.training.ablations import ablate as run
+    from sgl_specflow.training.evaluate import continuations, table
+    from sgl_specflow.training.regenerate import corpus_responses
+    from sgl_specflow.training.responses import load_responses
+    from sgl_specflow.training.target_states import FrozenTarget
+
+    config = _config(AblateConfig, words)
+    responses = load_responses(config.responses)
+    model, generate = _lockstep(config.target, 0, config.dtype)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.target)
+    prompts = EvaluateConfig(
+        target=config.target,
+        data=config.data,
+        heads=[],
+        out="",
+        datasets=config.datasets,
+        rows=config.rows,
+        max_new_tokens=config.max_new_tokens,
+        continuations=config.continuations,
+    )
+    answers = continuations(prompts, tokenizer, generate)
+    corpus = functools.cache(lambda: corpus_responses(config.data, tokenizer, HELD_OUT))
+    print(table(run(config, FrozenTarget(model, ()), model.config, responses, corpus, answers)))
+
+
 def _trainer(config: TrainConfig):
     from sgl_specflow.training.responses import load_responses
     from sgl_specflow.training.target_states import FrozenTarget, load_model
@@ -109,7 +140,7 @@ def _data_kind(responses) -> str:
     return "corpus" if not any(response.greedy for response in responses) else "regenerated"
 
 
-COMMANDS = {"regenerate": regenerate, "train": train, "export": export, "evaluate": evaluate}
+COMMANDS = {"regenerate": regenerate, "train": train, "export": export, "evaluate": evaluate, "ablate": ablate}
 
 
 def main() -> int:

@@ -203,6 +203,41 @@ class EvaluateConfig:
     fp8_draft: bool = False
 
 
+@dataclass(frozen=True)
+class AblateConfig:
+    """`ablate`: heads that differ in one thing each, trained for as many steps, and their offline accept lengths.
+
+    Attributes:
+        target, responses, head, reveal, row_tokens, anchors, loss_chunk, learning_rate, teacher_temperature, dtype: as
+            `train` has them. data: as `regenerate` has it, train splits included (one case trains on the data sets' own
+            answers).
+        out: a folder: a head of each case, and acceptance.json. steps: of every case.
+        cases: names of `ablations.CASES`, in order; none: all. datasets, rows, budgets, max_new_tokens, continuations,
+            commit: as `evaluate` has them.
+    """
+
+    target: str
+    data: str
+    responses: list[str]
+    out: str
+    steps: int
+    head: HeadShape = field(default_factory=HeadShape)
+    cases: list[str] = field(default_factory=list)
+    teacher_temperature: float = 0.25
+    reveal: float = 0.15
+    row_tokens: int = 16384
+    anchors: int = 3072
+    loss_chunk: int = 384
+    learning_rate: float = 5e-3
+    datasets: list[str] = field(default_factory=lambda: ["gsm8k", "mbpp", "mt_bench"])
+    rows: int = 200
+    budgets: list[int] = field(default_factory=lambda: [16, 64])
+    max_new_tokens: int = 256
+    continuations: str = ""
+    dtype: str = "auto"
+    commit: str = ""
+
+
 _Config = typing.TypeVar("_Config")
 
 
