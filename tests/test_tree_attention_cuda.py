@@ -43,6 +43,9 @@ GRID = [
     ((1,), 256, (4, 1), 4, {}),
     ((150,), 130, (2, 1), 8, {"sinks": True, "options": {"k_scale": 0.5, "v_scale": 3.0}}),
     ((70, 0), 7, (2, 1), 2, {"sinks": True, "options": {"logit_cap": 2.0}}),
+    ((500, 1), 33, (2, 1), 3, {}),  # clusters that do not divide the rows
+    ((700,), 33, (4, 1), 6, {"padding": 3}),
+    ((610,), 16, (4, 1), 7, {"shape": "chain"}),
 ]
 ON_THE_GPU = [
     (prefix, nodes, heads, cluster, {"dtype": dtype, "padding": nodes // 5})
@@ -51,7 +54,7 @@ ON_THE_GPU = [
     for nodes in (1, 7, 16, 64, 65, 256)
     for heads in (((8, 8), (32, 8), (32, 4), (32, 2)) if dtype == BFLOAT else ((32, 8),))
     for cluster in (None,)
-] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 4, 8)]
+] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 3, 4, 7, 8)]
 
 
 def gpu(test):
@@ -178,11 +181,18 @@ def test_what_the_kernel_does_not_take():
     assert not takes(k_pool=torch.zeros(20, 2, 64, dtype=BFLOAT))
 
 
+PARTS_OF_A_CHIP = (18, 18, 18, 16, 16, 16, 16, 14)  # multiprocessors; of an H200's 132, say
+
+
 @pytest.mark.parametrize("requests, nodes, kv_heads, group, cluster", [
-    (1, 64, 8, 4, 8), (1, 256, 8, 4, 2), (1, 16, 8, 4, 8), (1, 64, 4, 8, 8), (2, 64, 8, 4, 4), (8, 64, 8, 4, 4),
+    (1, 64, 8, 4, 7), (1, 256, 8, 4, 2), (1, 16, 8, 4, 8), (1, 64, 4, 8, 7), (2, 64, 8, 4, 3), (8, 16, 8, 4, 2),
+    (8, 64, 8, 4, 2), (16, 256, 8, 4, 2), (1, 256, 32, 4, 1),
 ])  # fmt: skip
-def test_a_cluster_fills_the_device(requests, nodes, kv_heads, group, cluster):
-    variant = choose(BFLOAT, requests, nodes, kv_heads, group, False, 132, True)
+def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, cluster):
+    def at_a_time(size):
+        return sum(multiprocessors // size for multiprocessors in PARTS_OF_A_CHIP)
+
+    variant = choose(BFLOAT, requests, nodes, kv_heads, group, False, True, at_a_time)
     assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 else 2)
     assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
 
@@ -231,9 +241,10 @@ def test_the_compiled_kernel_attends(entry, form):
     if form != "mma" and nvrtc.architecture(0) != "sm_90a":
         pytest.skip("wgmma is Hopper's alone")
     inputs = inputs_of(entry, "cuda")
-    case, multiprocessors = case_of(entry), torch.cuda.get_device_properties(0).multi_processor_count
+    case = case_of(entry)
     (heads, kv_heads), requests = case.heads, len(case.prefix)
-    variant = choose(case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False, multiprocessors, False)
+    variant = cuda_kernel.chosen(0, case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False)
+    variant = dataclasses.replace(variant, wgmma=False, overlap=False)
     variant = dataclasses.replace(variant, cluster=entry[3] or variant.cluster, **FORMS[form])
     assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
 

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,6 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 LEAST_CAPABILITY = (9, 0)  # clusters
 HEAD_DIM = 128
 MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
-CLUSTERS = (1, 2, 4, 8, 16)
 MOST_PORTABLE_CLUSTER = 8
 # As the source has them.
 THREADS, TILE, WORDS = 256, 64, 11
@@ -167,7 +167,10 @@ def supported(
     )
 
 
-@functools.cache
+# What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows.
+BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
+
+
 def choose(
     dtype: torch.dtype,
     num_requests: int,
@@ -175,19 +178,26 @@ def choose(
     num_kv_heads: int,
     group: int,
     capped: bool,
-    multiprocessors: int,
     wgmma: bool,
+    clusters_at_a_time: Callable[[int], int],
 ) -> Variant:
     """The variant of a shape; prefix lengths do not enter, so that a CUDA graph holds.
 
-    The largest cluster with which all blocks run at once. Several requests are cut in 4 at least, though that takes more
-    waves where they are equally long: with one long request among short ones, its blocks are the time.
+    The largest cluster of which all run at once; where no size does, the one that takes least time, its waves counted.
+    Several requests are cut in 2 at least, so that a long one among short ones is not one block's work.
+    clusters_at_a_time: of a size, how many clusters the device runs together.
     """
     row_groups = 1 if num_nodes * group <= 64 else 2
-    blocks = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
-    at_once = [size for size in CLUSTERS if size <= MOST_PORTABLE_CLUSTER and blocks * size <= multiprocessors]
-    cluster = max(at_once, default=1)
-    cluster = max(cluster, 4) if num_requests > 1 else cluster
+    clusters = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
+    tiles = -(-(ASSUMED_PREFIX + num_nodes) // TILE)
+
+    def time(size: int) -> float:
+        return -(-clusters // clusters_at_a_time(size)) * (BLOCK_TIME + TILE_TIME * tiles / size)
+
+    least = 2 if num_requests > 1 else 1
+    sizes = [size for size in range(least, MOST_PORTABLE_CLUSTER + 1) if clusters_at_a_time(size)]
+    at_once = [size for size in sizes if clusters <= clusters_at_a_time(size)]
+    cluster = max(at_once) if at_once else min(sizes, key=time)
     return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap=wgmma)
 
 
@@ -220,16 +230,8 @@ def tree_attention_cuda(
     num_requests, num_nodes = ancestors.shape[:2]
     num_kv_heads = k_pool.shape[1]
     if variant is None:
-        variant = choose(
-            q.dtype,
-            num_requests,
-            num_nodes,
-            num_kv_heads,
-            q.shape[1] // num_kv_heads,
-            logit_cap > 0,
-            _multiprocessors(device),
-            architecture(device) == "sm_90a",
-        )
+        group = q.shape[1] // num_kv_heads
+        variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, logit_cap > 0)
     arguments = attention_arguments(
         q,
         k_pool,
@@ -289,8 +291,27 @@ def attention_arguments(
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def chosen(
+    device: int, dtype: torch.dtype, requests: int, nodes: int, kv_heads: int, group: int, capped: bool
+) -> Variant:
+    """`choose`'s for a device."""
+    wgmma = architecture(device) == "sm_90a"
+    return choose(dtype, requests, nodes, kv_heads, group, capped, wgmma, functools.partial(clusters_at_a_time, device))
+
+
+@functools.cache
+def clusters_at_a_time(device: int, cluster: int) -> int:
+    """How many clusters of a size the device runs together, a block a multiprocessor: parts of the chip (GPCs) have
+    unlike numbers of these, and a cluster lies in one part. An empty kernel of the same needs is asked about."""
+    with torch.cuda.device(device):
+        return _probe(device).clusters_at_a_time("probe", cluster, THREADS, HOPPERS_SHARED_BYTES)
+
+
+@functools.cache
+def _probe(device: int) -> LoadedKernels:
+    torch.cuda.current_stream().synchronize()
+    source = 'extern "C" __global__ void probe() {}'
+    return LoadedKernels(compile_cubin("cluster_probe", source, {}, {}, architecture(device)))
 
 
 @functools.cache

@@ -19,7 +19,7 @@
 // m16n8k16 and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on,
 // the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split.
 //
-// Compiled for HALF (0: bfloat16, 1: float16), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16),
+// Compiled for HALF (0: bfloat16, 1: float16), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number),
 // STAGES (turns that the ring holds), CAPPED (whether logits are capped), WGMMA (products by wgmma, which needs sm_90a; or
 // by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
