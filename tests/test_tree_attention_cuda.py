@@ -47,6 +47,13 @@ GRID = [
     ((700,), 33, (4, 1), 6, {"padding": 3}),
     ((610,), 16, (4, 1), 7, {"shape": "chain"}),
 ]
+WIDE = {"head_dim": 256}
+WIDE_GRID = [
+    ((0,), 1, (6, 1), 1, {**WIDE}),
+    ((200, 3), 16, (6, 1), 3, {**WIDE, "padding": 2}),
+    ((450,), 33, (6, 1), 2, {**WIDE, "strided": True, "dtype": HALF}),
+    ((90,), 13, (12, 2), 7, {**WIDE, "sinks": True, "options": {"logit_cap": 2.0, "v_scale": 3.0}}),
+]
 ON_THE_GPU = [
     (prefix, nodes, heads, cluster, {"dtype": dtype, "padding": nodes // 5})
     for dtype in (BFLOAT, HALF)
@@ -55,6 +62,12 @@ ON_THE_GPU = [
     for heads in (((8, 8), (32, 8), (32, 4), (32, 2)) if dtype == BFLOAT else ((32, 8),))
     for cluster in (None,)
 ] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 3, 4, 7, 8)]
+ON_THE_GPU += [
+    (prefix, nodes, heads, None, {"head_dim": 256, "padding": nodes // 5})
+    for prefix in ((0, 1, 63), (4133,))
+    for nodes in (1, 16, 64, 130)
+    for heads in ((24, 4), (16, 2))
+]
 
 
 def gpu(test):
@@ -63,8 +76,8 @@ def gpu(test):
 
 def case_of(entry) -> Case:
     prefix, nodes, heads, _, more = entry
-    more = {"dtype": BFLOAT} | more
-    return Case("cuda", prefix=prefix, nodes=nodes, heads=heads, head_dim=128, value_dim=128, **more)
+    more = {"dtype": BFLOAT, "head_dim": 128} | more
+    return Case("cuda", prefix=prefix, nodes=nodes, heads=heads, value_dim=more["head_dim"], **more)
 
 
 def inputs_of(entry, device="cpu") -> dict:
@@ -83,7 +96,9 @@ def variant_of(entry, **changes) -> Variant:
     case = case_of(entry)
     group = case.heads[0] // case.heads[1]
     capped = "logit_cap" in case.options
-    return Variant(case.dtype, group, 1 if case.nodes * group <= 64 else 2, entry[3], capped, **changes)
+    row_groups = 1 if case.nodes * group <= 64 and case.head_dim == 128 else 2
+    changes["overlap"] = changes.get("overlap", False) and case.head_dim == 128
+    return Variant(case.dtype, group, row_groups, entry[3], capped, head_dim=case.head_dim, **changes)
 
 
 def assert_attention(out, inputs):
@@ -98,7 +113,9 @@ def assert_attention(out, inputs):
 @on_cpu
 @pytest.mark.parametrize(
     "entry, form",
-    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 1)) for entry in GRID[::step]],
+    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 1)) for entry in GRID[::step]]
+    + [(entry, "wgmma") for entry in WIDE_GRID]
+    + [(WIDE_GRID[1], "mma")],
     ids=str,
 )
 def test_the_cuda_source_attends(entry, form):
@@ -106,9 +123,13 @@ def test_the_cuda_source_attends(entry, form):
     variant = variant_of(entry, **FORMS[form])
     out = attention_on_cpu(inputs, variant).clone()
     assert_attention(out, inputs)
-    if entry in GRID[2::4]:  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
+    if entry in (
+        *GRID[2::4],
+        WIDE_GRID[2],
+    ):  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
         inputs["out"].fill_(NAN)
-        other = dataclasses.replace(variant, stages=4 if variant.row_groups == 2 else 3, dependent=True)
+        stages = 4 if variant.row_groups == 2 and variant.head_dim == 128 else variant.ring
+        other = dataclasses.replace(variant, stages=stages, dependent=True)
         backwards = attention_on_cpu(inputs, other, reversed_order=True)
         assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
 
@@ -136,7 +157,7 @@ def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count()
 BROKEN = {  # what becomes of the source, and the prefix that shows it
     "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
-    "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f", 230),
+    "no decay": ("[i] *= decay[i / 2]", "[i] *= 1.0f", 230),
     "one part too few": ("const float share =", "const float share = part == 1 ? 0.0f :", 70),
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
@@ -179,21 +200,23 @@ def test_what_the_kernel_does_not_take():
     assert not takes(q=torch.zeros(7, 4, 132, dtype=BFLOAT)[:, :, 4:])
     assert not takes(q=torch.zeros(7, 4, 132, dtype=BFLOAT)[:, :, :128])
     assert not takes(k_pool=torch.zeros(20, 2, 64, dtype=BFLOAT))
+    assert takes(((5,), 7, (6, 1), 1, WIDE)) and not takes(((5,), 7, (6, 1), 1, {"head_dim": 192}))
 
 
 PARTS_OF_A_CHIP = (18, 18, 18, 16, 16, 16, 16, 14)  # multiprocessors; of an H200's 132, say
 
 
-@pytest.mark.parametrize("requests, nodes, kv_heads, group, cluster", [
-    (1, 64, 8, 4, 7), (1, 256, 8, 4, 2), (1, 16, 8, 4, 8), (1, 64, 4, 8, 7), (2, 64, 8, 4, 3), (8, 16, 8, 4, 2),
-    (8, 64, 8, 4, 2), (16, 256, 8, 4, 2), (1, 256, 32, 4, 1),
+@pytest.mark.parametrize("requests, nodes, kv_heads, group, head_dim, cluster", [
+    (1, 64, 8, 4, 128, 7), (1, 256, 8, 4, 128, 2), (1, 16, 8, 4, 128, 8), (1, 64, 4, 8, 128, 7), (2, 64, 8, 4, 128, 3),
+    (8, 16, 8, 4, 128, 2), (8, 64, 8, 4, 128, 2), (16, 256, 8, 4, 128, 2), (1, 256, 32, 4, 128, 1), (1, 64, 4, 6, 256, 8),
+    (1, 128, 4, 6, 256, 4), (1, 10, 4, 6, 256, 8),
 ])  # fmt: skip
-def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, cluster):
+def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cluster):
     def at_a_time(size):
         return sum(multiprocessors // size for multiprocessors in PARTS_OF_A_CHIP)
 
-    variant = choose(BFLOAT, requests, nodes, kv_heads, group, False, True, at_a_time)
-    assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 else 2)
+    variant = choose(BFLOAT, requests, nodes, kv_heads, group, head_dim, False, True, at_a_time)
+    assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 and head_dim == 128 else 2)
     assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
 
 
@@ -207,6 +230,10 @@ VARIANTS = [
         (BFLOAT, 16, 2, 4, True, False),
     )
     for form in FORMS.values()
+] + [
+    Variant(BFLOAT, 6, 2, 7, wgmma=True, head_dim=256),
+    Variant(HALF, 8, 2, 4, capped=True, wgmma=True, dependent=True, head_dim=256),
+    Variant(BFLOAT, 6, 2, 8, head_dim=256),
 ]
 
 
@@ -243,14 +270,14 @@ def test_the_compiled_kernel_attends(entry, form):
     inputs = inputs_of(entry, "cuda")
     case = case_of(entry)
     (heads, kv_heads), requests = case.heads, len(case.prefix)
-    variant = cuda_kernel.chosen(0, case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False)
-    variant = dataclasses.replace(variant, wgmma=False, overlap=False)
-    variant = dataclasses.replace(variant, cluster=entry[3] or variant.cluster, **FORMS[form])
+    group, dim = heads // kv_heads, case.head_dim
+    variant = cuda_kernel.chosen(0, case.dtype, requests, case.nodes, kv_heads, group, dim, False)
+    variant = dataclasses.replace(variant_of(entry, **FORMS[form]), cluster=entry[3] or variant.cluster)
     assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
 
 
 @gpu
-@pytest.mark.parametrize("entry", GRID, ids=str)
+@pytest.mark.parametrize("entry", GRID + WIDE_GRID, ids=str)
 def test_the_compiled_kernel_serves_all_options(entry):
     inputs = inputs_of(entry, "cuda")
     assert_attention(tree_attention(**inputs, implementation="cuda"), inputs)

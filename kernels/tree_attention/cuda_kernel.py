@@ -1,4 +1,4 @@
-"""`tree_attention` for heads of 128 on Hopper, in one CUDA launch: `tree_attention.cu` says how."""
+"""`tree_attention` for heads of 128 and 256 on Hopper, in one CUDA launch: `tree_attention.cu` says how."""
 
 import ctypes
 import functools
@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_name("tree_attention.cu")
 DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 INDEX_DTYPES = (torch.int32, torch.int64)
 LEAST_CAPABILITY = (9, 0)  # clusters
-HEAD_DIM = 128
+HEAD_DIMS = (128, 256)
 MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
 MOST_PORTABLE_CLUSTER = 8
 # As the source has them.
@@ -22,7 +22,7 @@ THREADS, TILE, WORDS = 256, 64, 11
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
 LOG2_E = math.log2(math.e)
 NEEDS = (
-    f"a device of compute capability 9.0 on, q, k_pool and v_pool of one dtype, bfloat16 or float16, heads of {HEAD_DIM}, "
+    "a device of compute capability 9.0 on, q, k_pool and v_pool of one dtype, bfloat16 or float16, heads of 128 or 256, "
     f"to {MOST_GROUP} query heads a kv head, to {MOST_NODES} nodes and {MOST_REQUESTS} requests, no sliding window, float32 "
     "sinks, and rows of q, k_pool, v_pool and out at 16-byte addresses"
 )
@@ -37,7 +37,8 @@ class Variant:
             block's other half works on other keys. cluster: blocks that share a request's keys.
         capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
         overlap: with wgmma, products with values run while the next logits become weights.
-        stages: turns of the ring, 3 at least. dependent: launched ahead inside CUDA graphs.
+        stages: turns of the ring, more than 1, or 2 with overlap. dependent: launched ahead inside CUDA graphs.
+        head_dim: 128, or 256 with row_groups 2 and without overlap.
     """
 
     dtype: torch.dtype
@@ -49,11 +50,12 @@ class Variant:
     overlap: bool = False
     stages: int = 0
     dependent: bool = False
+    head_dim: int = 128
 
     @property
     def ring(self) -> int:
         """Stages: those asked for, or as many as are worth their memory (a turn of one row group is twice as long)."""
-        return self.stages or (5 if self.row_groups == 2 else 3)
+        return self.stages or (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
 
     @property
     def rows(self) -> int:
@@ -61,13 +63,16 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """The source's Shared: the ring, q and ancestor bits."""
-        turn = 2 // self.row_groups * TILE * HEAD_DIM * 2 * 2
-        return self.ring * turn + self.rows * HEAD_DIM * 2 + self.rows * WORDS * 4
+        """The source's Shared: the ring and, over it, sums; q and ancestor bits."""
+        key_groups = 2 // self.row_groups
+        ring = self.ring * key_groups * TILE * self.head_dim * 2 * 2
+        sums = key_groups * self.rows * ((self.head_dim + 8) * 4 + 8)
+        return max(ring, sums) + self.rows * (self.head_dim * 2 + WORDS * 4)
 
     def defines(self) -> dict[str, int]:
         return {
             "HALF": DTYPES.index(self.dtype),
+            "HEAD_DIM": self.head_dim,
             "GROUP": self.group,
             "ROW_GROUPS": self.row_groups,
             "CLUSTER": self.cluster,
@@ -118,15 +123,16 @@ def fits(
 ) -> bool:
     """Whether the kernel takes these, by shapes, dtypes and strides alone.
 
-    K and V of q's dtype, bfloat16 or float16, heads of 128, to 16 query heads a kv head, to 256 nodes and 16 requests (of
-    more, unequal lengths are better shared by the Triton kernel), no sliding window, and every row of 128 at a 16-byte
-    address.
+    K and V of q's dtype, bfloat16 or float16, heads of 128 or 256, to 16 query heads a kv head, to 256 nodes and 16
+    requests (of more, unequal lengths are better shared by the Triton kernel), no sliding window, and every row at a
+    16-byte address.
     """
     num_requests, num_nodes = ancestors.shape[:2]
     group = q.shape[1] // k_pool.shape[1]
     same = q.dtype in DTYPES and q.dtype == k_pool.dtype == v_pool.dtype
     sizes = (
-        q.shape[2] == k_pool.shape[2] == v_pool.shape[2] == HEAD_DIM
+        q.shape[2] in HEAD_DIMS
+        and q.shape[2] == k_pool.shape[2] == v_pool.shape[2]
         and 1 <= group <= MOST_GROUP
         and 1 <= num_nodes <= MOST_NODES
         and 1 <= num_requests <= MOST_REQUESTS
@@ -167,7 +173,7 @@ def supported(
     )
 
 
-# What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows.
+# What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows of 128.
 BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
 
 
@@ -177,6 +183,7 @@ def choose(
     num_nodes: int,
     num_kv_heads: int,
     group: int,
+    head_dim: int,
     capped: bool,
     wgmma: bool,
     clusters_at_a_time: Callable[[int], int],
@@ -187,18 +194,19 @@ def choose(
     Several requests are cut in 2 at least, so that a long one among short ones is not one block's work.
     clusters_at_a_time: of a size, how many clusters the device runs together.
     """
-    row_groups = 1 if num_nodes * group <= 64 else 2
+    row_groups = 1 if num_nodes * group <= 64 and head_dim == 128 else 2
     clusters = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
     tiles = -(-(ASSUMED_PREFIX + num_nodes) // TILE)
 
     def time(size: int) -> float:
-        return -(-clusters // clusters_at_a_time(size)) * (BLOCK_TIME + TILE_TIME * tiles / size)
+        return -(-clusters // clusters_at_a_time(size)) * (BLOCK_TIME + TILE_TIME * head_dim / 128 * tiles / size)
 
     least = 2 if num_requests > 1 else 1
     sizes = [size for size in range(least, MOST_PORTABLE_CLUSTER + 1) if clusters_at_a_time(size)]
     at_once = [size for size in sizes if clusters <= clusters_at_a_time(size)]
     cluster = max(at_once) if at_once else min(sizes, key=time)
-    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap=wgmma)
+    overlap = wgmma and head_dim == 128
+    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap, head_dim=head_dim)
 
 
 def tree_attention_cuda(
@@ -231,7 +239,7 @@ def tree_attention_cuda(
     num_kv_heads = k_pool.shape[1]
     if variant is None:
         group = q.shape[1] // num_kv_heads
-        variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, logit_cap > 0)
+        variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, q.shape[2], logit_cap > 0)
     arguments = attention_arguments(
         q,
         k_pool,
@@ -292,11 +300,18 @@ def attention_arguments(
 
 @functools.cache
 def chosen(
-    device: int, dtype: torch.dtype, requests: int, nodes: int, kv_heads: int, group: int, capped: bool
+    device: int,
+    dtype: torch.dtype,
+    num_requests: int,
+    num_nodes: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    capped: bool,
 ) -> Variant:
     """`choose`'s for a device."""
-    wgmma = architecture(device) == "sm_90a"
-    return choose(dtype, requests, nodes, kv_heads, group, capped, wgmma, functools.partial(clusters_at_a_time, device))
+    wgmma, at_a_time = architecture(device) == "sm_90a", functools.partial(clusters_at_a_time, device)
+    return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, at_a_time)
 
 
 @functools.cache

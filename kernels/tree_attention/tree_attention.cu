@@ -1,4 +1,4 @@
-// Tree attention in one launch, for Hopper: heads of 128, K and V of q's dtype, up to 256 nodes, no sliding window (see
+// Tree attention in one launch, for Hopper: heads of 128 or 256, K and V of q's dtype, up to 256 nodes, no sliding window (see
 // cuda_kernel.py; dispatch.py has the contract).
 //
 // A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are
@@ -11,7 +11,7 @@
 // later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
 // while the first tiles are under way, and only where the block has tiles of the tree.
 //
-// Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), a head's halves one after the other, and the 16-byte
+// Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), 64 columns of a head after the other, and the 16-byte
 // pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets
 // no bank twice in it.
 //
@@ -19,7 +19,10 @@
 // m16n8k16 and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on,
 // the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split.
 //
-// Compiled for HALF (0: bfloat16, 1: float16), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number),
+// With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has
+// two turns, and ROW_GROUPS is always 2.
+//
+// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number),
 // STAGES (turns that the ring holds), CAPPED (whether logits are capped), WGMMA (products by wgmma, which needs sm_90a; or
 // by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
@@ -90,6 +93,16 @@ __device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], const unsigne
                  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
                  : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(keys), "r"(int(add)));
+}
+// With a, of 64 rows, at `queries`.
+__device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], unsigned long long queries, unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7])
+                 : "l"(queries), "l"(keys), "r"(int(add)));
 }
 // c[64, 128] += a[64, 16] b[16, 128], the values at `values`.
 __device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], unsigned long long values) {
@@ -178,8 +191,8 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 struct AttentionArguments {
-    i64 q;              // [requests * nodes, heads, 128], out alike; every row at a 16-byte address
-    i64 k_pool, v_pool; // [slots, kv heads, 128], every row at a 16-byte address
+    i64 q;              // [requests * nodes, heads, HEAD_DIM], out alike; every row at a 16-byte address
+    i64 k_pool, v_pool; // [slots, kv heads, HEAD_DIM], every row at a 16-byte address
     i64 prefix_indptr;  // int [requests + 1]
     i64 prefix_slots;   // int, or int64 where prefix_wide is 1
     i64 node_slots;     // int [requests * nodes], or int64 where node_wide is 1
@@ -195,7 +208,9 @@ struct AttentionArguments {
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int DIM = 128, PIECES = DIM / 8;  // of 16 bytes, of a row
+constexpr int DIM = HEAD_DIM, BLOCKS = DIM / 64, PIECES = DIM / 8;  // of 64 columns and of 16 bytes, of a row
+constexpr int LANE_KEYS = 32 / PIECES;                              // that a warp copies at a time
+#define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
 constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
@@ -204,10 +219,11 @@ constexpr int WARP_KEYS = TURN / WARPS;
 constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
 constexpr int PARTS = CLUSTER * KEY_GROUPS;
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
-static_assert(PARTS <= 32 && STAGES >= 3, "a lane has one part; sums take no more than three stages");
+static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
+static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
 struct Tile {
-    uint4 half[DIM / 64][TILE][8];
+    uint4 block[BLOCKS][TILE][8];  // of 64 columns
 };
 struct Turn {
     Tile keys[KEY_GROUPS], values[KEY_GROUPS];
@@ -221,15 +237,15 @@ struct Shared {
         Turn ring[STAGES];
         Sums sums;
     };
-    uint4 queries[DIM / 64][ROWS][8];
+    uint4 queries[BLOCKS][ROWS][8];
     unsigned ancestors[ROWS][WORDS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 
-// Piece `piece` of row `row`, of halves of `rows` rows.
+// Piece `piece` of row `row`, of N rows.
 template <int N>
-__device__ __forceinline__ uint4* place(uint4 (&halves)[2][N][8], unsigned row, unsigned piece) {
-    return &halves[piece / 8][row][(piece ^ row) & 7];
+__device__ __forceinline__ uint4* place(uint4 (&blocks)[BLOCKS][N][8], unsigned row, unsigned piece) {
+    return &blocks[piece / 8][row][(piece ^ row) & 7];
 }
 
 #if WGMMA
@@ -270,7 +286,7 @@ struct Block {
                u64(head * GROUP + at % GROUP) * unsigned(head_stride);
     }
 
-    // A warp copies WARP_KEYS keys of a turn, two at a time. The slot of one of them, lane % WARP_KEYS.
+    // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
     __device__ __forceinline__ int read_slot(int first_key) const {
         const int own = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
         const int key = min(own, length + nodes - 1);
@@ -284,17 +300,17 @@ struct Block {
         const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
         Tile& keys = turn.keys[first / TILE];
         Tile& values = turn.values[first / TILE];
-        unsigned slots[WARP_KEYS / 2];
+        unsigned slots[WARP_KEYS / LANE_KEYS];
 #pragma unroll
-        for (int i = 0; i < WARP_KEYS / 2; ++i) {
-            const unsigned key = i * 2 + lane / PIECES;
+        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
+            const unsigned key = i * LANE_KEYS + lane / PIECES;
             slots[i] = __shfl_sync(~0u, own_slot, key);
-            copy_async_16(place(keys.half, first % TILE + key, piece), own_k + u64(slots[i]) * k_slot);
+            copy_async_16(place(keys.block, first % TILE + key, piece), own_k + u64(slots[i]) * k_slot);
         }
 #pragma unroll
-        for (int i = 0; i < WARP_KEYS / 2; ++i) {
-            const unsigned key = i * 2 + lane / PIECES;
-            copy_async_16(place(values.half, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
+        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
+            const unsigned key = i * LANE_KEYS + lane / PIECES;
+            copy_async_16(place(values.block, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
 
@@ -333,15 +349,28 @@ struct Block {
 // A warp's 16 rows: sums of weighted values, the greatest logit (base 2, scaled) and the lane's share of the weights' sum,
 // each of rows lane / 4 and lane / 4 + 8.
 struct Rows {
-    unsigned queries[DIM / 16][4], weights[TILE / 16][4];
-    float sums[DIM / 8][4] = {};
+    unsigned weights[TILE / 16][4];
+    float sums[DIM / 128][16][4] = {};
     float peak[2], total[2] = {};
 
-    __device__ __forceinline__ void load_queries(Shared& shared, int first) {
-        const int lane = threadIdx.x % 32;
+#if QUERIES_KEPT
+    unsigned queries[DIM / 16][4];
+#else
+    Shared* shared;
+    int first_row;
+#endif
+    __device__ __forceinline__ void load_queries(Shared& from, int first) {
+#if QUERIES_KEPT
 #pragma unroll
-        for (int step = 0; step < DIM / 16; ++step)
-            load_matrix_x4(queries[step], place(shared.queries, first + lane % 16, step * 2 + lane / 16));
+        for (int step = 0; step < DIM / 16; ++step) load_queries_16(queries[step], from, first, step);
+#else
+        shared = &from;
+        first_row = first;
+#endif
+    }
+    __device__ __forceinline__ static void load_queries_16(unsigned (&a)[4], Shared& from, int first, int step) {
+        const int lane = threadIdx.x % 32;
+        load_matrix_x4(a, place(from.queries, first + lane % 16, step * 2 + lane / 16));
     }
 
     // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
@@ -351,8 +380,14 @@ struct Rows {
         hold(logits);
         before_products();
 #pragma unroll
-        for (int step = 0; step < DIM / 16; ++step)
-            multiply_keys_16(logits, queries[step], operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+        for (int step = 0; step < DIM / 16; ++step) {
+#if !QUERIES_KEPT
+            const u64 own = operand_at(shared_address(shared->queries[step / 4][first_row / 64 * 64]), 16, 1024) + step % 4 * 2;
+#else
+            const unsigned(&own)[4] = queries[step];
+#endif
+            multiply_keys_16(logits, own, operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+        }
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
@@ -361,14 +396,21 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < 4; ++i) logits[n][i] = 0.0f;
 #pragma unroll
-        for (int step = 0; step < DIM / 16; ++step)
+        for (int step = 0; step < DIM / 16; ++step) {
+#if !QUERIES_KEPT
+            unsigned own[4];
+            load_queries_16(own, *shared, first_row, step);
+#else
+            const unsigned(&own)[4] = queries[step];
+#endif
 #pragma unroll
             for (int n = 0; n < TILE / 8; n += 2) {
                 unsigned b[4];
-                load_matrix_x4(b, place(keys.half, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
-                multiply_tiles(logits[n], queries[step], b[0], b[1]);
-                multiply_tiles(logits[n + 1], queries[step], b[2], b[3]);
+                load_matrix_x4(b, place(keys.block, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+                multiply_tiles(logits[n], own, b[0], b[1]);
+                multiply_tiles(logits[n + 1], own, b[2], b[3]);
             }
+        }
 #endif
     }
 
@@ -427,7 +469,7 @@ struct Rows {
 #pragma unroll
         for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[n][i] *= decay[i / 2];
+            for (int i = 0; i < 4; ++i) sums[n / 16][n % 16][i] *= decay[i / 2];
     }
 
     // sums += weights values.
@@ -435,11 +477,13 @@ struct Rows {
 #if WGMMA
         const u64 operand = operand_at(shared_address(&values), VALUES_LEADING, VALUES_STRIDE);
         hold(weights);
-        hold(sums);
+        hold_sums();
         before_products();
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
-            multiply_values_16(sums, weights[step], operand + step * (16 * 128) / 16);
+#pragma unroll
+            for (int part = 0; part < DIM / 128; ++part)
+                multiply_values_16(sums[part], weights[step], operand + (part * 2 * TILE + step * 16) * 128 / 16);
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
@@ -448,9 +492,9 @@ struct Rows {
 #pragma unroll
             for (int n = 0; n < DIM / 8; n += 2) {
                 unsigned b[4];
-                load_matrix_x4_transposed(b, place(values.half, step * 16 + lane % 16, n + lane / 16));
-                multiply_tiles(sums[n], weights[step], b[0], b[1]);
-                multiply_tiles(sums[n + 1], weights[step], b[2], b[3]);
+                load_matrix_x4_transposed(b, place(values.block, step * 16 + lane % 16, n + lane / 16));
+                multiply_tiles(sums[n / 16][n % 16], weights[step], b[0], b[1]);
+                multiply_tiles(sums[n / 16][n % 16 + 1], weights[step], b[2], b[3]);
             }
 #endif
     }
@@ -485,7 +529,13 @@ struct Rows {
     __device__ __forceinline__ void end_values() {
 #if WGMMA
         wait_for_products<0>();
-        hold(sums);
+        hold_sums();
+#endif
+    }
+    __device__ __forceinline__ void hold_sums() {
+#if WGMMA
+#pragma unroll
+        for (int part = 0; part < DIM / 128; ++part) hold(sums[part]);
 #endif
     }
 
@@ -497,8 +547,8 @@ struct Rows {
             const int row = first + lane / 4 + i * 8;
 #pragma unroll
             for (int n = 0; n < DIM / 8; ++n)
-                *reinterpret_cast<float2*>(&left.rows[key_group][row][n * 8 + lane % 4 * 2]) = {sums[n][i * 2],
-                                                                                               sums[n][i * 2 + 1]};
+                *reinterpret_cast<float2*>(&left.rows[key_group][row][n * 8 + lane % 4 * 2]) = {
+                    sums[n / 16][n % 16][i * 2], sums[n / 16][n % 16][i * 2 + 1]};
             total[i] += __shfl_xor_sync(~0u, total[i], 1);
             total[i] += __shfl_xor_sync(~0u, total[i], 2);
             if (lane % 4 == 0) left.peak_and_total[key_group][row] = {peak[i], total[i]};
@@ -508,17 +558,18 @@ struct Rows {
 
 // Rows of a warp's share of the merge, and as many of them at a time as have all reads under way together.
 constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);
-constexpr int MERGED_AT_ONCE = MERGED_ROWS * PARTS <= 16 ? MERGED_ROWS : PARTS <= 16 ? 16 / PARTS : 1;
+constexpr int READS = PARTS * (DIM / 128);  // of 16 bytes a lane, a row
+constexpr int MERGED_AT_ONCE = MERGED_ROWS * READS <= 16 ? MERGED_ROWS : READS <= 16 ? 16 / READS : 1;
 
 // Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, by a warp: lane p has part p's peak and total of a
-// row, and each lane four columns of the result.
+// row, and each lane four columns of each 128 of the result.
 __device__ __forceinline__ void merge_rows(const Block& block, int first) {
     const Sums& sums = block.shared.sums;
     const AttentionArguments& arguments = block.arguments;
     const int lane = threadIdx.x % 32;
     const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(arguments.v_scale);
     float2 own[MERGED_AT_ONCE];
-    float4 parts[MERGED_AT_ONCE][PARTS];
+    float4 parts[MERGED_AT_ONCE][READS];
     float sinks[MERGED_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < MERGED_AT_ONCE; ++i) {
@@ -526,9 +577,11 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
         own[i] = {minus_infinity, 0.0f};
         if (lane < PARTS) own[i] = load_of_block(&sums.peak_and_total[lane % KEY_GROUPS][row], lane / KEY_GROUPS);
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-            parts[i][part] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + lane,
+        for (int read = 0; read < READS; ++read) {
+            const int part = read % PARTS, column = read / PARTS * 32 + lane;
+            parts[i][read] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + column,
                                            part / KEY_GROUPS);
+        }
         sinks[i] = minus_infinity;
         if (arguments.sinks)
             sinks[i] = reinterpret_cast<const float*>(
@@ -548,19 +601,23 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
         for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
         total += exp2_approx(sinks[i] - peak);
         const float factor = total > 0.0f ? v_scale / total : 0.0f;
-        float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const float share = __shfl_sync(~0u, weight, part);
-            mixed.x = fmaf(share, parts[i][part].x, mixed.x);
-            mixed.y = fmaf(share, parts[i][part].y, mixed.y);
-            mixed.z = fmaf(share, parts[i][part].z, mixed.z);
-            mixed.w = fmaf(share, parts[i][part].w, mixed.w);
-        }
-        if (row < ROWS && block.row_exists(row)) {
-            char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
-            reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor),
-                                                   pack(mixed.z * factor, mixed.w * factor)};
+        for (int column = 0; column < DIM / 128; ++column) {
+            float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                const float share = __shfl_sync(~0u, weight, part);
+                const float4 own_part = parts[i][column * PARTS + part];
+                mixed.x = fmaf(share, own_part.x, mixed.x);
+                mixed.y = fmaf(share, own_part.y, mixed.y);
+                mixed.z = fmaf(share, own_part.z, mixed.z);
+                mixed.w = fmaf(share, own_part.w, mixed.w);
+            }
+            if (row < ROWS && block.row_exists(row)) {
+                char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
+                reinterpret_cast<uint2*>(out)[column * 32 + lane] = {pack(mixed.x * factor, mixed.y * factor),
+                                                                     pack(mixed.z * factor, mixed.w * factor)};
+            }
         }
     }
 }
