@@ -19,6 +19,7 @@ FORMS = {
     "mma": {},
     "wgmma": {"wgmma": True},
     "overlap": {"wgmma": True, "overlap": True},
+    "lazy": {"wgmma": True, "overlap": True, "lazy": True},
 }
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
 
@@ -113,8 +114,8 @@ def assert_attention(out, inputs):
 @on_cpu
 @pytest.mark.parametrize(
     "entry, form",
-    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 1)) for entry in GRID[::step]]
-    + [(entry, "wgmma") for entry in WIDE_GRID]
+    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 2), ("lazy", 3)) for entry in GRID[::step]]
+    + [(entry, form) for entry, form in zip(WIDE_GRID, ("wgmma", "lazy", "lazy", "lazy"))]
     + [(WIDE_GRID[1], "mma")],
     ids=str,
 )
@@ -132,6 +133,18 @@ def test_the_cuda_source_attends(entry, form):
         other = dataclasses.replace(variant, stages=stages, dependent=True)
         backwards = attention_on_cpu(inputs, other, reversed_order=True)
         assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
+
+
+@on_cpu
+@pytest.mark.parametrize("growth", [0.0, 3.0, 40.0])
+def test_weights_of_a_stale_peak_are_exact(growth):
+    """Logits that grow along the keys: never by more than the slack, at times, at every tile."""
+    inputs = inputs_of(((700,), 16, (4, 1), 1, {}))
+    keys = inputs["prefix_slots"].long()
+    inputs["q"][:, :, 0] = 1.0
+    inputs["k_pool"][keys, :, 0] = (torch.arange(700) // 64 * growth)[:, None].to(BFLOAT)
+    variant = variant_of(((700,), 16, (4, 1), 1, {}), **FORMS["lazy"])
+    assert_attention(attention_on_cpu(inputs, variant), inputs)
 
 
 @on_cpu

@@ -38,6 +38,7 @@ class Variant:
         capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
         overlap: with wgmma, products with values run while the next logits become weights.
         stages: turns of the ring, more than 1, or 2 with overlap. dependent: launched ahead inside CUDA graphs.
+        lazy: sums are scaled only when a row's greatest logit has grown by a factor of 2^8 in weight.
         head_dim: 128, or 256 with row_groups 2 and without overlap.
     """
 
@@ -51,6 +52,7 @@ class Variant:
     stages: int = 0
     dependent: bool = False
     head_dim: int = 128
+    lazy: bool = False
 
     @property
     def ring(self) -> int:
@@ -78,6 +80,7 @@ class Variant:
             "CLUSTER": self.cluster,
             "STAGES": self.ring,
             "CAPPED": int(self.capped),
+            "LAZY": int(self.lazy),
             "WGMMA": int(self.wgmma),
             "OVERLAP": int(self.overlap),
             "DEPENDENT": int(self.dependent),

@@ -23,7 +23,7 @@
 // two turns, and ROW_GROUPS is always 2.
 //
 // Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number),
-// STAGES (turns that the ring holds), CAPPED (whether logits are capped), WGMMA (products by wgmma, which needs sm_90a; or
+// STAGES (turns that the ring holds), CAPPED (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or
 // by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
 // With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
@@ -218,6 +218,7 @@ constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
 constexpr int WARP_KEYS = TURN / WARPS;
 constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
 constexpr int PARTS = CLUSTER * KEY_GROUPS;
+constexpr float SLACK = 8.0f;               // weights to 2^8, exact as those to 1
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
 static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
@@ -346,7 +347,8 @@ struct Block {
     }
 };
 
-// A warp's 16 rows: sums of weighted values, the greatest logit (base 2, scaled) and the lane's share of the weights' sum,
+// A warp's 16 rows: sums of weighted values, the peak (the greatest logit, base 2 and scaled; with LAZY up to SLACK less,
+// as it grows, and all is scaled to it, only where a row of the warp exceeds it by more) and the lane's share of the weights' sum,
 // each of rows lane / 4 and lane / 4 + 8.
 struct Rows {
     unsigned weights[TILE / 16][4];
@@ -414,10 +416,10 @@ struct Rows {
 #endif
     }
 
-    // Logits become weights; `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
+    // Logits become weights; where `grown` says so, `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
     // `seen` (of each row) is 0 do not count.
     template <bool MASKED>
-    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], const u64 (&seen)[2], float scale,
+    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], bool& grown, const u64 (&seen)[2], float scale,
                                           float inner_scale) {
         const float minus_infinity = __uint_as_float(MINUS_INFINITY);
         float most[2] = {minus_infinity, minus_infinity};
@@ -440,16 +442,26 @@ struct Rows {
                 if (MASKED && !(bits[i / 2][n / 4] & 1u << (n % 4 * 8 + i % 2))) logit = minus_infinity;
                 most[i / 2] = fmaxf(most[i / 2], logit);
             }
-        float base[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
-            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)) * scale;
+        }
+#if LAZY
+        grown = __ballot_sync(~0u, most[0] > peak[0] + SLACK || most[1] > peak[1] + SLACK);
+#else
+        grown = true;
+#endif
+        float base[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
             const float before = peak[i];
-            peak[i] = fmaxf(before, most[i] * scale);
+            if (grown) peak[i] = fmaxf(before, most[i]);
             base[i] = MASKED && peak[i] == minus_infinity ? 0.0f : peak[i];  // a row that sees nothing has weights of 0
-            decay[i] = exp2_approx(before - base[i]);
-            total[i] *= decay[i];
+            if (grown) {
+                decay[i] = exp2_approx(before - base[i]);
+                total[i] *= decay[i];
+            }
         }
 #pragma unroll
         for (int n = 0; n < TILE / 8; ++n)
@@ -460,12 +472,13 @@ struct Rows {
             }
     }
     // Weights to operands, and sums to the weights' peak.
-    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2]) {
+    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2], bool grown) {
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 weights[step][i] = pack(logits[step * 2 + i / 2][i % 2 * 2], logits[step * 2 + i / 2][i % 2 * 2 + 1]);
+        if (!grown) return;
 #pragma unroll
         for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
@@ -504,24 +517,25 @@ struct Rows {
     template <bool FIRST, bool MASKED>
     __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
         float logits[TILE / 8][4], decay[2];
+        bool grown;
         multiply_keys(logits, keys);
 #if OVERLAP
         if (!FIRST) add_values(values);
         wait_for_products<FIRST ? 0 : 1>();
         hold(logits);
-        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
+        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
         if (!FIRST) {
             never(total[0] + total[1] < 0.0f);  // without it the compiler has the wait before the weights
             end_values();
         }
-        take_weights(logits, decay);
+        take_weights(logits, decay, grown);
 #else
 #if WGMMA
         wait_for_products<0>();
         hold(logits);
 #endif
-        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
-        take_weights(logits, decay);
+        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
+        take_weights(logits, decay, grown);
         add_values(values);
         end_values();
 #endif
