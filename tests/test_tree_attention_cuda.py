@@ -20,6 +20,8 @@ FORMS = {
     "wgmma": {"wgmma": True},
     "overlap": {"wgmma": True, "overlap": True},
     "lazy": {"wgmma": True, "overlap": True, "lazy": True},
+    "pipelined": {"wgmma": True, "lazy": True, "pipelined": True},
+    "pipelined overlap": {"wgmma": True, "overlap": True, "pipelined": True},
 }
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
 
@@ -98,7 +100,7 @@ def variant_of(entry, **changes) -> Variant:
     group = case.heads[0] // case.heads[1]
     capped = "logit_cap" in case.options
     row_groups = 1 if case.nodes * group <= 64 and case.head_dim == 128 else 2
-    changes["overlap"] = changes.get("overlap", False) and case.head_dim == 128
+    changes["overlap"] = changes.get("overlap", False) and (case.head_dim == 128 or changes.get("pipelined", False))
     return Variant(case.dtype, group, row_groups, entry[3], capped, head_dim=case.head_dim, **changes)
 
 

@@ -114,6 +114,25 @@ static void wait_and_hide() {
     copy_async_wait<PENDING>();
 }
 #define copy_async_wait wait_and_hide
+#if PIPELINED
+static void arrive_shown(unsigned long long* barrier) {
+    if (threadIdx.x >= 256 && !shown[on_cpu::running]) on_cpu::fail("a unit is told full before it is shown to wgmma");
+    arrive_at(barrier);
+}
+#define arrive_at arrive_shown
+static unsigned long long first_threads[16];  // a barrier of each block of a cluster
+static void meet_first(int threads) {
+    unsigned long long& barrier = first_threads[on_cpu::running / on_cpu::block_threads];
+    if (!barrier) start_barrier(&barrier, threads);
+    const unsigned odd = reinterpret_cast<Barrier&>(barrier).completed & 1;
+    (arrive_at)(&barrier);
+    wait_at(&barrier, odd);
+}
+template <int>
+static void give_registers() {}
+template <int>
+static void take_registers() {}
+#endif
 #else
 static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     multiply_add(c, a, b0, b1, multiply_warp);
@@ -140,7 +159,8 @@ extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; x += CLUSTER) {
                 blockIdx = {x, y, z};
-                waited.assign(CLUSTER * THREADS, false);
-                on_cpu::run_cluster(CLUSTER, THREADS, shared_bytes, reversed, [&] { tree_attention(*arguments); });
+                constexpr int threads = THREADS + 32 * COPIERS;
+                waited.assign(CLUSTER * threads, false);
+                on_cpu::run_cluster(CLUSTER, threads, shared_bytes, reversed, [&] { tree_attention(*arguments); });
             }
 }

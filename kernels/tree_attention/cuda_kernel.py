@@ -37,9 +37,11 @@ class Variant:
             block's other half works on other keys. cluster: blocks that share a request's keys.
         capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
         overlap: with wgmma, products with values run while the next logits become weights.
-        stages: turns of the ring, more than 1, or 2 with overlap. dependent: launched ahead inside CUDA graphs.
-        lazy: sums are scaled only when a row's greatest logit has grown by a factor of 2^8 in weight.
-        head_dim: 128, or 256 with row_groups 2 and without overlap.
+        stages: turns of the ring, 3 at least with overlap and else 2; if pipelined, half turns, 4 at least.
+        dependent: launched ahead inside CUDA graphs.
+        head_dim: 128, or 256 with row_groups 2 and, unless pipelined, without overlap.
+        lazy: sums are scaled only when a row's greatest weight has grown by a factor of 2^8.
+        pipelined: with wgmma, four more warps copy, and no barrier holds the block's groups together.
     """
 
     dtype: torch.dtype
@@ -53,11 +55,16 @@ class Variant:
     dependent: bool = False
     head_dim: int = 128
     lazy: bool = False
+    pipelined: bool = False
 
     @property
     def ring(self) -> int:
         """Stages: those asked for, or as many as are worth their memory (a turn of one row group is twice as long)."""
-        return self.stages or (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
+        return self.stages or (1 + self.pipelined) * (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
+
+    @property
+    def threads(self) -> int:
+        return THREADS + 128 * self.pipelined
 
     @property
     def rows(self) -> int:
@@ -67,9 +74,10 @@ class Variant:
     def shared_bytes(self) -> int:
         """The source's Shared: the ring and, over it, sums; q and ancestor bits."""
         key_groups = 2 // self.row_groups
-        ring = self.ring * key_groups * TILE * self.head_dim * 2 * 2
+        ring = self.ring * key_groups * TILE * self.head_dim * 2 * (1 if self.pipelined else 2)
         sums = key_groups * self.rows * ((self.head_dim + 8) * 4 + 8)
-        return max(ring, sums) + self.rows * (self.head_dim * 2 + WORDS * 4)
+        barriers = 16 * self.ring if self.pipelined else 0
+        return max(ring, sums) + self.rows * (self.head_dim * 2 + WORDS * 4) + barriers
 
     def defines(self) -> dict[str, int]:
         return {
@@ -83,6 +91,7 @@ class Variant:
             "LAZY": int(self.lazy),
             "WGMMA": int(self.wgmma),
             "OVERLAP": int(self.overlap),
+            "PIPELINED": int(self.pipelined),
             "DEPENDENT": int(self.dependent),
             "SHARED_BYTES": self.shared_bytes,
         }
@@ -262,7 +271,7 @@ def tree_attention_cuda(
         kernels, stream = _load(variant, device), torch.cuda.current_stream().cuda_stream
         ahead = variant.dependent and torch.cuda.is_current_stream_capturing()
         grid = grid_of(variant, num_requests, num_nodes, num_kv_heads)
-        kernels.launch("tree_attention", grid, THREADS, variant.shared_bytes, stream, arguments, ahead)
+        kernels.launch("tree_attention", grid, variant.threads, variant.shared_bytes, stream, arguments, ahead)
     return out
 
 

@@ -22,7 +22,11 @@
 // With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has
 // two turns, and ROW_GROUPS is always 2.
 //
-// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number),
+// With PIPELINED four more warps read all slots and copy all keys and values, and the groups go through the tiles at their
+// own pace: the ring holds units, of keys or of values of a turn, each with a barrier that says that it is full and one
+// that says that it is empty. Without it all warps copy, and meet once a turn.
+//
+// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number), PIPELINED,
 // STAGES (turns that the ring holds), CAPPED (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or
 // by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
@@ -148,6 +152,36 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
+#if PIPELINED
+// A barrier in shared memory that `arrivals` threads complete, over and over; those who wait see what was done before.
+__device__ __forceinline__ void start_barrier(unsigned long long* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive_at(unsigned long long* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// For its completion number 0, 2 and so on where `odd` is 0, else 1, 3 and so on.
+__device__ __forceinline__ void wait_at(unsigned long long* barrier, unsigned odd) {
+    unsigned done;
+    do {
+        asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, done;\n}"
+                     : "=r"(done)
+                     : "r"(shared_address(barrier)), "r"(odd)
+                     : "memory");
+    } while (!done);
+}
+// Of the first `threads` threads of a block.
+__device__ __forceinline__ void meet_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+template <int MOST>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST));
+}
+template <int MOST>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST));
+}
+#endif
 #if DEPENDENT
 __device__ __forceinline__ void let_later_kernels_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -207,7 +241,8 @@ struct AttentionArguments {
     double v_scale;
 };
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
+constexpr int COPIERS = PIPELINED ? 4 : 0, COPYING_WARPS = PIPELINED ? COPIERS : WARPS;
 constexpr int DIM = HEAD_DIM, BLOCKS = DIM / 64, PIECES = DIM / 8;  // of 64 columns and of 16 bytes, of a row
 constexpr int LANE_KEYS = 32 / PIECES;                              // that a warp copies at a time
 #define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
@@ -215,11 +250,17 @@ constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS; 
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
 constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
-constexpr int WARP_KEYS = TURN / WARPS;
+constexpr int WARP_KEYS = TURN / COPYING_WARPS;
 constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
 constexpr int PARTS = CLUSTER * KEY_GROUPS;
-constexpr float SLACK = 8.0f;               // weights to 2^8, exact as those to 1
+#if LAZY
+constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
+#endif
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
+#if PIPELINED
+constexpr int LAG = STAGES >= 8 ? 4 : STAGES / 2;  // units that are under way before one is waited for
+static_assert(WGMMA && STAGES >= 4, "only wgmma has a pipeline, of two turns at least");
+#endif
 static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
 static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
@@ -229,17 +270,27 @@ struct Tile {
 struct Turn {
     Tile keys[KEY_GROUPS], values[KEY_GROUPS];
 };
+struct Unit {  // of a pipeline: keys or values of a turn, in turn
+    Tile tiles[KEY_GROUPS];
+};
 struct Sums {  // over the ring, when it is done
     float rows[KEY_GROUPS][ROWS][SUM_STRIDE];
     float2 peak_and_total[KEY_GROUPS][ROWS];
 };
 struct Shared {
     union {
+#if PIPELINED
+        Unit ring[STAGES];
+#else
         Turn ring[STAGES];
+#endif
         Sums sums;
     };
     uint4 queries[BLOCKS][ROWS][8];
     unsigned ancestors[ROWS][WORDS];
+#if PIPELINED
+    unsigned long long full[STAGES], empty[STAGES];
+#endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 
@@ -289,13 +340,14 @@ struct Block {
 
     // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
     __device__ __forceinline__ int read_slot(int first_key) const {
-        const int own = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
+        const int own = first_key + int(threadIdx.x) / 32 % COPYING_WARPS * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
         const int key = min(own, length + nodes - 1);
         const bool in_prefix = key < length;
         const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
         const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
         return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
     }
+#if !PIPELINED
     __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
         const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
         const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
@@ -314,6 +366,71 @@ struct Block {
             copy_async_16(place(values.block, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
+    __device__ __forceinline__ void wait_for_unit(int) const {}
+    __device__ __forceinline__ void free_unit(int) const {}
+#else
+    __device__ __forceinline__ void copy_unit(Unit& unit, const char* from, unsigned stride, int own_slot) const {
+        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
+        Tile& tile = unit.tiles[first / TILE];
+#pragma unroll 8
+        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
+            const unsigned key = i * LANE_KEYS + lane / PIECES;
+            const unsigned slot = __shfl_sync(~0u, own_slot, key);
+            copy_async_16(place(tile.block, first % TILE + key, piece), from + u64(slot) * stride);
+        }
+    }
+    // What COPIERS warps do: units go to their stages as these become empty, slots are read three turns before.
+    __device__ __forceinline__ void copy_all(int first_tile, int last_tile) const {
+        const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
+        const int own_group = KEY_GROUPS == 2 ? threadIdx.x / 32 % COPIERS / 2 : 0;
+        int slots[3];
+#pragma unroll
+        for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(first_tile * TILE + turn * TURN);
+        __syncthreads();  // barriers are there
+        int unit = 0;
+        for (int turn = 0; turn < turns; ++turn) {
+            const int slot = slots[0];
+            slots[0] = slots[1];
+            slots[1] = slots[2];
+            slots[2] = read_slot(first_tile * TILE + (turn + 3) * TURN);
+            const bool copies = first_tile + turn * KEY_GROUPS + own_group < last_tile;
+#pragma unroll
+            for (int of_values = 0; of_values < 2; ++of_values) {
+                const int stage = unit % STAGES;
+                if (unit >= STAGES) wait_at(&shared.empty[stage], (unit / STAGES - 1) & 1);
+                if (copies)
+                    copy_unit(shared.ring[stage], of_values ? own_v : own_k,
+                              unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
+                copy_async_commit();
+                ++unit;
+                tell_full<LAG>(unit);
+            }
+        }
+        tell_rest<LAG - 1>(unit);
+    }
+    // That all but PENDING of the `begun` units are there.
+    template <int PENDING>
+    __device__ __forceinline__ void tell_full(int begun) const {
+        const int landed = begun - 1 - PENDING;
+        copy_async_wait<PENDING>();
+        if (landed < 0) return;
+        show_copies();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive_at(&shared.full[landed % STAGES]);
+    }
+    template <int PENDING>
+    __device__ __forceinline__ void tell_rest(int begun) const {
+        tell_full<PENDING>(begun);
+        if constexpr (PENDING > 0) tell_rest<PENDING - 1>(begun);
+    }
+    __device__ __forceinline__ void wait_for_unit(int unit) const {
+        wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
+    }
+    __device__ __forceinline__ void free_unit(int unit) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive_at(&shared.empty[unit % STAGES]);
+    }
+#endif
 
     // Bits of nodes that do not exist are 0.
     __device__ __forceinline__ void read_ancestors() const {
@@ -512,21 +629,28 @@ struct Rows {
 #endif
     }
 
-    // A tile. With OVERLAP its values wait for the next tile's turn, and the values of the tile before (none if FIRST) are
-    // multiplied while this one's logits become weights.
+    // A tile, the block's turn `turn`. With OVERLAP its values wait for the next tile's turn, and the values of the tile
+    // before (none if FIRST) are multiplied while this one's logits become weights.
     template <bool FIRST, bool MASKED>
-    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
+    __device__ __forceinline__ void attend(const Block& block, int turn, Tile& keys, Tile& values, const u64 (&seen)[2],
+                                           float scale, float inner_scale) {
         float logits[TILE / 8][4], decay[2];
         bool grown;
+        block.wait_for_unit(turn * 2);
         multiply_keys(logits, keys);
 #if OVERLAP
-        if (!FIRST) add_values(values);
+        if (!FIRST) {
+            block.wait_for_unit(turn * 2 - 1);
+            add_values(values);
+        }
         wait_for_products<FIRST ? 0 : 1>();
         hold(logits);
+        block.free_unit(turn * 2);
         weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
         if (!FIRST) {
             never(total[0] + total[1] < 0.0f);  // without it the compiler has the wait before the weights
             end_values();
+            block.free_unit(turn * 2 - 1);
         }
         take_weights(logits, decay, grown);
 #else
@@ -534,10 +658,13 @@ struct Rows {
         wait_for_products<0>();
         hold(logits);
 #endif
+        block.free_unit(turn * 2);
         weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
         take_weights(logits, decay, grown);
+        block.wait_for_unit(turn * 2 + 1);
         add_values(values);
         end_values();
+        block.free_unit(turn * 2 + 1);
 #endif
     }
     __device__ __forceinline__ void end_values() {
@@ -636,7 +763,7 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
     }
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attention(const AttentionArguments arguments) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_attention(const AttentionArguments arguments) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
@@ -654,11 +781,39 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
+#if PIPELINED
+    if (threadIdx.x == 0)
+        for (int stage = 0; stage < STAGES; ++stage) {
+            start_barrier(&shared.full[stage], COPIERS);
+            start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
+        }
+#else
     block.copy_queries();
+#endif
     const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
     // Whole tiles a block, so that those of the prefix stay without a mask.
     const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
+#if PIPELINED
+    if (warp >= WARPS) {
+        give_registers<40>();
+        block.copy_all(first_tile, last_tile);
+        __syncthreads();
+#if CLUSTER > 1
+        cluster_sync();
+        cluster_sync();
+#else
+        __syncthreads();
+#endif
+        return;
+    }
+    take_registers<232>();
+    block.copy_queries();
+    copy_async_commit();
+    if (last_tile * TILE > block.length) block.read_ancestors();
+    __syncthreads();  // barriers are there
+#endif
     const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
+#if !PIPELINED
     const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
     int slots[STAGES + 1];
@@ -671,13 +826,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
     }
     int next_slot = slots[STAGES];
     if (last_tile * TILE > block.length) block.read_ancestors();
+#endif
 
     Rows rows;
     rows.peak[0] = rows.peak[1] = __uint_as_float(MINUS_INFINITY);
     const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
     const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
+#if PIPELINED
+    copy_async_wait<0>();
+    show_copies();
+    meet_first(THREADS);
+    rows.load_queries(shared, own_row);
+#else
     int stage = 0, free_stage = 0;
+#endif
     for (int turn = 0; turn < turns; ++turn) {
+#if !PIPELINED
         if (turn == 0)
             copy_async_wait<STAGES - 1>();
         else if (turn < FREE_AFTER)
@@ -696,10 +860,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
             free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
         }
         if (turn == 0) rows.load_queries(shared, own_row);
+#endif
         const int tile = first_tile + turn * KEY_GROUPS + key_group;
         if (has_rows && tile < last_tile) {
+#if PIPELINED
+            Tile& keys = shared.ring[turn * 2 % STAGES].tiles[key_group];
+            Tile& values = shared.ring[(turn * 2 + (OVERLAP ? STAGES - 1 : 1)) % STAGES].tiles[key_group];
+#else
             Tile& keys = shared.ring[stage].keys[key_group];
             Tile& values = shared.ring[OVERLAP ? (stage == 0 ? STAGES - 1 : stage - 1) : stage].values[key_group];
+#endif
             u64 seen[2] = {};
             const bool masked = (tile + 1) * TILE > block.length;
             if (masked) {
@@ -709,21 +879,28 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
             }
             if (OVERLAP && turn == 0) {
                 if (masked)
-                    rows.attend<true, true>(keys, values, seen, scale, inner_scale);
+                    rows.attend<true, true>(block, turn, keys, values, seen, scale, inner_scale);
                 else
-                    rows.attend<true, false>(keys, values, seen, scale, inner_scale);
+                    rows.attend<true, false>(block, turn, keys, values, seen, scale, inner_scale);
             } else if (masked) {
-                rows.attend<false, true>(keys, values, seen, scale, inner_scale);
+                rows.attend<false, true>(block, turn, keys, values, seen, scale, inner_scale);
             } else {
-                rows.attend<false, false>(keys, values, seen, scale, inner_scale);
+                rows.attend<false, false>(block, turn, keys, values, seen, scale, inner_scale);
             }
         }
+#if !PIPELINED
         stage = stage + 1 == STAGES ? 0 : stage + 1;
+#endif
     }
 #if OVERLAP
     const int own_turns = (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS;
     if (has_rows && own_turns > 0) {
+        block.wait_for_unit(own_turns * 2 - 1);
+#if PIPELINED
+        rows.add_values(shared.ring[(own_turns * 2 - 1) % STAGES].tiles[key_group]);
+#else
         rows.add_values(shared.ring[(own_turns - 1) % STAGES].values[key_group]);
+#endif
         rows.end_values();
     }
 #endif
