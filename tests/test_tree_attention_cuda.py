@@ -21,6 +21,7 @@ FORMS = {
     "overlap": {"wgmma": True, "overlap": True},
     "lazy": {"wgmma": True, "overlap": True, "lazy": True},
     "pipelined": {"wgmma": True, "lazy": True, "pipelined": True},
+    "readers": {"wgmma": True, "overlap": True, "lazy": True, "pipelined": True, "readers_fence": True},
     "pipelined overlap": {"wgmma": True, "overlap": True, "pipelined": True},
 }
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")

@@ -116,10 +116,19 @@ static void wait_and_hide() {
 #define copy_async_wait wait_and_hide
 #if PIPELINED
 static void arrive_shown(unsigned long long* barrier) {
-    if (threadIdx.x >= 256 && !shown[on_cpu::running]) on_cpu::fail("a unit is told full before it is shown to wgmma");
+    if (!READERS_FENCE && threadIdx.x >= 256 && !shown[on_cpu::running]) on_cpu::fail("a unit is told full before it is shown to wgmma");
     arrive_at(barrier);
 }
 #define arrive_at arrive_shown
+static void arrive_when_copied(unsigned long long* barrier) {  // copies land at once: the CPU shows none that is late
+    copy_async_commit();
+    copy_async_wait<0>();
+    (arrive_at)(barrier);
+}
+static void wait_hidden(unsigned long long* barrier, unsigned odd) {
+    if (READERS_FENCE) shown[on_cpu::running] = false;
+    wait_at(barrier, odd);
+}
 static unsigned long long first_threads[16];  // a barrier of each block of a cluster
 static void meet_first(int threads) {
     unsigned long long& barrier = first_threads[on_cpu::running / on_cpu::block_threads];
@@ -128,6 +137,7 @@ static void meet_first(int threads) {
     (arrive_at)(&barrier);
     wait_at(&barrier, odd);
 }
+#define wait_at wait_hidden
 template <int>
 static void give_registers() {}
 template <int>

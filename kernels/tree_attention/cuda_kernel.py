@@ -42,6 +42,7 @@ class Variant:
         head_dim: 128, or 256 with row_groups 2 and, unless pipelined, without overlap.
         lazy: sums are scaled only when a row's greatest weight has grown by a factor of 2^8.
         pipelined: with wgmma, four more warps copy, and no barrier holds the block's groups together.
+        readers_fence: if pipelined, warps that read copies show them to wgmma, not those that copied.
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class Variant:
     head_dim: int = 128
     lazy: bool = False
     pipelined: bool = False
+    readers_fence: bool = False
 
     @property
     def ring(self) -> int:
@@ -92,6 +94,7 @@ class Variant:
             "WGMMA": int(self.wgmma),
             "OVERLAP": int(self.overlap),
             "PIPELINED": int(self.pipelined),
+            "READERS_FENCE": int(self.readers_fence),
             "DEPENDENT": int(self.dependent),
             "SHARED_BYTES": self.shared_bytes,
         }

@@ -24,11 +24,13 @@
 //
 // With PIPELINED four more warps read all slots and copy all keys and values, and the groups go through the tiles at their
 // own pace: the ring holds units, of keys or of values of a turn, each with a barrier that says that it is full and one
-// that says that it is empty. Without it all warps copy, and meet once a turn.
+// that says that it is empty. wgmma sees copies behind a fence: of those who copied, or with READERS_FENCE of those who
+// read, who have no copies under way that a fence might wait for. Without PIPELINED all warps copy, and meet once a turn.
 //
-// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16, any number), PIPELINED,
-// STAGES (turns that the ring holds), CAPPED (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or
-// by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
+// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
+// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), PIPELINED, READERS_FENCE, CAPPED
+// (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or by mma.sync), OVERLAP (see
+// attend), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
 // With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
 // anything, and lets later ones start behind its wait: fp8_linear.cu says what that rests on.
@@ -171,6 +173,10 @@ __device__ __forceinline__ void wait_at(unsigned long long* barrier, unsigned od
                      : "memory");
     } while (!done);
 }
+// An arrival when all that this thread copies has landed.
+__device__ __forceinline__ void arrive_when_copied(unsigned long long* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // Of the first `threads` threads of a block.
 __device__ __forceinline__ void meet_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 template <int MOST>
@@ -258,7 +264,9 @@ constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
 #endif
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 #if PIPELINED
+#if !READERS_FENCE
 constexpr int LAG = STAGES >= 8 ? 4 : STAGES / 2;  // units that are under way before one is waited for
+#endif
 static_assert(WGMMA && STAGES >= 4, "only wgmma has a pipeline, of two turns at least");
 #endif
 static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
@@ -293,6 +301,9 @@ struct Shared {
 #endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
+
+// What all lanes of a warp have; the compiler does not know, and moves operands of wgmma from register to register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Piece `piece` of row `row`, of N rows.
 template <int N>
@@ -401,6 +412,14 @@ struct Block {
                 if (copies)
                     copy_unit(shared.ring[stage], of_values ? own_v : own_k,
                               unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
+#if READERS_FENCE
+                arrive_when_copied(&shared.full[stage]);
+                ++unit;
+            }
+        }
+        copy_async_wait<0>();
+    }
+#else
                 copy_async_commit();
                 ++unit;
                 tell_full<LAG>(unit);
@@ -423,8 +442,10 @@ struct Block {
         tell_full<PENDING>(begun);
         if constexpr (PENDING > 0) tell_rest<PENDING - 1>(begun);
     }
+#endif
     __device__ __forceinline__ void wait_for_unit(int unit) const {
         wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
+        if (READERS_FENCE) show_copies();
     }
     __device__ __forceinline__ void free_unit(int unit) const {
         __syncwarp();
@@ -766,7 +787,7 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_attention(const AttentionArguments arguments) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
+    const int warp = uniform(threadIdx.x / 32), rank = blockIdx.x % CLUSTER;
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
@@ -777,14 +798,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #endif
     const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
     block.begin = bounds[0];
-    block.length = bounds[1] - block.begin;
+    block.length = uniform(bounds[1] - block.begin);
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
 #if PIPELINED
     if (threadIdx.x == 0)
         for (int stage = 0; stage < STAGES; ++stage) {
-            start_barrier(&shared.full[stage], COPIERS);
+            start_barrier(&shared.full[stage], READERS_FENCE ? 32 * COPIERS : COPIERS);
             start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
         }
 #else
@@ -795,7 +816,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
 #if PIPELINED
     if (warp >= WARPS) {
-        give_registers<40>();
+        give_registers<56>();
         block.copy_all(first_tile, last_tile);
         __syncthreads();
 #if CLUSTER > 1
@@ -806,7 +827,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #endif
         return;
     }
-    take_registers<232>();
+    take_registers<224>();
     block.copy_queries();
     copy_async_commit();
     if (last_tile * TILE > block.length) block.read_ancestors();
