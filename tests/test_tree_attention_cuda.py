@@ -1,6 +1,7 @@
 """tree_attention.cu against float64: on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one."""
 
 import dataclasses
+import itertools
 import shutil
 import subprocess
 
@@ -114,14 +115,15 @@ def assert_attention(out, inputs):
     assert ((out.double() - expected).abs() <= allowed).all()  # NaN is not
 
 
-@on_cpu
-@pytest.mark.parametrize(
-    "entry, form",
-    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 2), ("lazy", 3)) for entry in GRID[::step]]
-    + [(entry, form) for entry, form in zip(WIDE_GRID, ("wgmma", "lazy", "lazy", "lazy"))]
-    + [(WIDE_GRID[1], "mma")],
-    ids=str,
+# Every case in one of the forms, in turn; every form has cases of one row group and of two.
+ON_THE_CPU = list(
+    zip(GRID, itertools.cycle(("overlap", "readers", "mma", "pipelined", "lazy", "pipelined overlap", "wgmma")))
 )
+ON_THE_CPU += list(zip(WIDE_GRID, ("wgmma", "readers", "pipelined overlap", "pipelined"))) + [(WIDE_GRID[1], "mma")]
+
+
+@on_cpu
+@pytest.mark.parametrize("entry, form", ON_THE_CPU, ids=str)
 def test_the_cuda_source_attends(entry, form):
     inputs = inputs_of(entry)
     variant = variant_of(entry, **FORMS[form])
@@ -132,8 +134,8 @@ def test_the_cuda_source_attends(entry, form):
         WIDE_GRID[2],
     ):  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
         inputs["out"].fill_(NAN)
-        stages = 4 if variant.row_groups == 2 and variant.head_dim == 128 else variant.ring
-        other = dataclasses.replace(variant, stages=stages, dependent=True)
+        shorter = variant.ring - (variant.row_groups == 2 and variant.head_dim == 128)
+        other = dataclasses.replace(variant, stages=shorter, dependent=True)
         backwards = attention_on_cpu(inputs, other, reversed_order=True)
         assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
 
@@ -146,7 +148,7 @@ def test_weights_of_a_stale_peak_are_exact(growth):
     keys = inputs["prefix_slots"].long()
     inputs["q"][:, :, 0] = 1.0
     inputs["k_pool"][keys, :, 0] = (torch.arange(700) // 64 * growth)[:, None].to(BFLOAT)
-    variant = variant_of(((700,), 16, (4, 1), 1, {}), **FORMS["lazy"])
+    variant = variant_of(((700,), 16, (4, 1), 1, {}), **FORMS["readers"])
     assert_attention(attention_on_cpu(inputs, variant), inputs)
 
 
@@ -178,7 +180,21 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
     "a stage too early": ("int stage = 0, free_stage = 0;", "int stage = 0, free_stage = 1;", 650),
-    "a slot of another key": ("__shfl_sync(~0u, own_slot, key)", "__shfl_sync(~0u, own_slot, key ^ 1)", 20),
+    "a slot of another key": (
+        "slots[i] = __shfl_sync(~0u, own_slot, key)",
+        "slots[i] = __shfl_sync(~0u, own_slot, key ^ 1)",
+        20,
+    ),
+    "a unit full too early": (
+        "copy_async_wait<PENDING>();\n        if",
+        "copy_async_wait<PENDING + 1>();\n        if",
+        20,
+    ),
+    "a unit of another stage": (
+        "tiles[key_group];\n            Tile& values = shared.ring[(turn * 2 +",
+        "tiles[key_group];\n            Tile& values = shared.ring[(turn * 2 + 2 +",
+        650,
+    ),
 }
 
 
@@ -194,9 +210,8 @@ def test_a_broken_source_is_found(name):
     inputs["ancestors"][:, :, 1] |= -1 << 8
     with pytest.raises(AssertionError):
         # By wgmma, of which the swizzle is the emulation's own.
-        assert_attention(
-            attention_on_cpu(inputs, variant_of(entry, **FORMS["overlap"]), source=text.replace(old, new)), inputs
-        )
+        variant = variant_of(entry, **FORMS["pipelined overlap" if "unit" in name else "overlap"])
+        assert_attention(attention_on_cpu(inputs, variant, source=text.replace(old, new)), inputs)
 
 
 def test_what_the_kernel_does_not_take():
@@ -237,19 +252,16 @@ def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cl
 
 
 VARIANTS = [
-    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, **form)
-    for dtype, group, row_groups, cluster, capped, dependent in (
-        (BFLOAT, 4, 2, 8, False, False),
-        (BFLOAT, 4, 1, 8, False, True),
-        (HALF, 1, 2, 1, False, False),
-        (HALF, 7, 1, 16, False, False),
-        (BFLOAT, 16, 2, 4, True, False),
+    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, **FORMS[form])
+    for dtype, group, row_groups, cluster, capped, dependent, head_dim, forms in (
+        (BFLOAT, 4, 2, 7, False, False, 128, ("mma", "overlap", "lazy", "pipelined", "readers")),
+        (HALF, 4, 1, 8, False, True, 128, ("overlap", "pipelined overlap", "readers")),
+        (BFLOAT, 16, 2, 4, True, False, 128, ("mma", "overlap", "readers")),
+        (HALF, 1, 1, 1, False, False, 128, ("wgmma",)),
+        (BFLOAT, 6, 2, 8, False, False, 256, ("mma", "wgmma", "pipelined", "readers")),
+        (HALF, 8, 2, 4, True, True, 256, ("wgmma", "readers")),
     )
-    for form in FORMS.values()
-] + [
-    Variant(BFLOAT, 6, 2, 7, wgmma=True, head_dim=256),
-    Variant(HALF, 8, 2, 4, capped=True, wgmma=True, dependent=True, head_dim=256),
-    Variant(BFLOAT, 6, 2, 8, head_dim=256),
+    for form in forms
 ]
 
 

@@ -303,7 +303,7 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 
 // What all lanes of a warp have; the compiler does not know, and moves operands of wgmma from register to register.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ int uniform(int x) { return WGMMA ? __shfl_sync(~0u, x, 0) : x; }
 
 // Piece `piece` of row `row`, of N rows.
 template <int N>
