@@ -23,6 +23,14 @@ FORMS = {
     "lazy": {"wgmma": True, "overlap": True, "lazy": True},
     "pipelined": {"wgmma": True, "lazy": True, "pipelined": True},
     "readers": {"wgmma": True, "overlap": True, "lazy": True, "pipelined": True, "readers_fence": True},
+    "alternate": {
+        "wgmma": True,
+        "overlap": True,
+        "lazy": True,
+        "pipelined": True,
+        "readers_fence": True,
+        "alternate": True,
+    },
     "pipelined overlap": {"wgmma": True, "overlap": True, "pipelined": True},
 }
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
@@ -117,9 +125,12 @@ def assert_attention(out, inputs):
 
 # Every case in one of the forms, in turn; every form has cases of one row group and of two.
 ON_THE_CPU = list(
-    zip(GRID, itertools.cycle(("overlap", "readers", "mma", "pipelined", "lazy", "pipelined overlap", "wgmma")))
+    zip(
+        GRID,
+        itertools.cycle(("overlap", "readers", "mma", "pipelined", "lazy", "alternate", "pipelined overlap", "wgmma")),
+    )
 )
-ON_THE_CPU += list(zip(WIDE_GRID, ("wgmma", "readers", "pipelined overlap", "pipelined"))) + [(WIDE_GRID[1], "mma")]
+ON_THE_CPU += list(zip(WIDE_GRID, ("wgmma", "readers", "pipelined overlap", "alternate"))) + [(WIDE_GRID[1], "mma")]
 
 
 @on_cpu
@@ -254,11 +265,11 @@ def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cl
 VARIANTS = [
     Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, **FORMS[form])
     for dtype, group, row_groups, cluster, capped, dependent, head_dim, forms in (
-        (BFLOAT, 4, 2, 7, False, False, 128, ("mma", "overlap", "lazy", "pipelined", "readers")),
+        (BFLOAT, 4, 2, 7, False, False, 128, ("mma", "overlap", "lazy", "pipelined", "readers", "alternate")),
         (HALF, 4, 1, 8, False, True, 128, ("overlap", "pipelined overlap", "readers")),
         (BFLOAT, 16, 2, 4, True, False, 128, ("mma", "overlap", "readers")),
         (HALF, 1, 1, 1, False, False, 128, ("wgmma",)),
-        (BFLOAT, 6, 2, 8, False, False, 256, ("mma", "wgmma", "pipelined", "readers")),
+        (BFLOAT, 6, 2, 8, False, False, 256, ("mma", "wgmma", "pipelined", "readers", "alternate")),
         (HALF, 8, 2, 4, True, True, 256, ("wgmma", "readers")),
     )
     for form in forms
@@ -290,8 +301,11 @@ def test_nvrtc_compiles_it(tmp_path, monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("entry", ON_THE_GPU, ids=str)
+@pytest.mark.parametrize(
+    "entry, form",
+    [(entry, list(FORMS)[(i + j) % len(FORMS)]) for i, entry in enumerate(ON_THE_GPU) for j in (0, 3)],
+    ids=str,
+)
 def test_the_compiled_kernel_attends(entry, form):
     if form != "mma" and nvrtc.architecture(0) != "sm_90a":
         pytest.skip("wgmma is Hopper's alone")

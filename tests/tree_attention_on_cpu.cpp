@@ -125,17 +125,21 @@ static void arrive_when_copied(unsigned long long* barrier) {  // copies land at
     copy_async_wait<0>();
     (arrive_at)(barrier);
 }
+static unsigned long long named[16][16];  // barriers of each block of a cluster
+static void come_to(int name) {
+    unsigned long long& barrier = named[on_cpu::running / on_cpu::block_threads][name];
+    if (!barrier) start_barrier(&barrier, 256);
+    (arrive_at)(&barrier);
+}
+static void meet_at(int name) {
+    const unsigned long long& barrier = named[on_cpu::running / on_cpu::block_threads][name];
+    const unsigned odd = reinterpret_cast<const Barrier&>(barrier).completed & 1;
+    come_to(name);
+    wait_at(&barrier, odd);
+}
 static void wait_hidden(unsigned long long* barrier, unsigned odd) {
     if (READERS_FENCE) shown[on_cpu::running] = false;
     wait_at(barrier, odd);
-}
-static unsigned long long first_threads[16];  // a barrier of each block of a cluster
-static void meet_first(int threads) {
-    unsigned long long& barrier = first_threads[on_cpu::running / on_cpu::block_threads];
-    if (!barrier) start_barrier(&barrier, threads);
-    const unsigned odd = reinterpret_cast<Barrier&>(barrier).completed & 1;
-    (arrive_at)(&barrier);
-    wait_at(&barrier, odd);
 }
 #define wait_at wait_hidden
 template <int>

@@ -43,6 +43,7 @@ class Variant:
         lazy: sums are scaled only when a row's greatest weight has grown by a factor of 2^8.
         pipelined: with wgmma, four more warps copy, and no barrier holds the block's groups together.
         readers_fence: if pipelined, warps that read copies show them to wgmma, not those that copied.
+        alternate: if pipelined, with overlap, the groups begin their products in turn.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,7 @@ class Variant:
     lazy: bool = False
     pipelined: bool = False
     readers_fence: bool = False
+    alternate: bool = False
 
     @property
     def ring(self) -> int:
@@ -95,6 +97,7 @@ class Variant:
             "OVERLAP": int(self.overlap),
             "PIPELINED": int(self.pipelined),
             "READERS_FENCE": int(self.readers_fence),
+            "ALTERNATE": int(self.alternate),
             "DEPENDENT": int(self.dependent),
             "SHARED_BYTES": self.shared_bytes,
         }

@@ -25,11 +25,12 @@
 // With PIPELINED four more warps read all slots and copy all keys and values, and the groups go through the tiles at their
 // own pace: the ring holds units, of keys or of values of a turn, each with a barrier that says that it is full and one
 // that says that it is empty. wgmma sees copies behind a fence: of those who copied, or with READERS_FENCE of those who
-// read, who have no copies under way that a fence might wait for. Without PIPELINED all warps copy, and meet once a turn.
+// read, who have no copies under way that a fence might wait for. With ALTERNATE the groups begin their products in turn.
+// Without PIPELINED all warps copy, and meet once a turn.
 //
 // Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
-// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), PIPELINED, READERS_FENCE, CAPPED
-// (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or by mma.sync), OVERLAP (see
+// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), PIPELINED, READERS_FENCE, ALTERNATE,
+// CAPPED (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or by mma.sync), OVERLAP (see
 // attend), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
 // With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
@@ -177,8 +178,9 @@ __device__ __forceinline__ void wait_at(unsigned long long* barrier, unsigned od
 __device__ __forceinline__ void arrive_when_copied(unsigned long long* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Of the first `threads` threads of a block.
-__device__ __forceinline__ void meet_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+// Barrier `name` of the THREADS that attend, 1 to 15; those who only come do not wait.
+__device__ __forceinline__ void meet_at(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
+__device__ __forceinline__ void come_to(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
 template <int MOST>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST));
@@ -267,6 +269,7 @@ constexpr unsigned MINUS_INFINITY = 0xff800000u;
 #if !READERS_FENCE
 constexpr int LAG = STAGES >= 8 ? 4 : STAGES / 2;  // units that are under way before one is waited for
 #endif
+static_assert(!ALTERNATE || OVERLAP, "with the values of the tile before");
 static_assert(WGMMA && STAGES >= 4, "only wgmma has a pipeline, of two turns at least");
 #endif
 static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
@@ -328,6 +331,7 @@ struct Block {
     const AttentionArguments& arguments;
     Shared& shared;
     int request, head, first_row, nodes, begin, length;
+    bool in_turn;  // the two groups begin their products in turn
     const char *own_k, *own_v;  // this thread's piece of the head, of slot 0
 
     __device__ __forceinline__ bool row_exists(int row) const { return first_row + row < nodes * GROUP; }
@@ -377,6 +381,8 @@ struct Block {
             copy_async_16(place(values.block, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
+    __device__ __forceinline__ void await_products(int) const {}
+    __device__ __forceinline__ void leave_products(int, bool) const {}
     __device__ __forceinline__ void wait_for_unit(int) const {}
     __device__ __forceinline__ void free_unit(int) const {}
 #else
@@ -446,6 +452,13 @@ struct Block {
     __device__ __forceinline__ void wait_for_unit(int unit) const {
         wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
         if (READERS_FENCE) show_copies();
+    }
+    // With ALTERNATE one group's weights are made while the other's products run.
+    __device__ __forceinline__ void await_products(int group) const {
+        if (in_turn) meet_at(2 + group);
+    }
+    __device__ __forceinline__ void leave_products(int group, bool last) const {
+        if (in_turn && !(group == 1 && last)) come_to(3 - group);
     }
     __device__ __forceinline__ void free_unit(int unit) const {
         __syncwarp();
@@ -653,17 +666,19 @@ struct Rows {
     // A tile, the block's turn `turn`. With OVERLAP its values wait for the next tile's turn, and the values of the tile
     // before (none if FIRST) are multiplied while this one's logits become weights.
     template <bool FIRST, bool MASKED>
-    __device__ __forceinline__ void attend(const Block& block, int turn, Tile& keys, Tile& values, const u64 (&seen)[2],
+    __device__ __forceinline__ void attend(const Block& block, int turn, int group, bool last, Tile& keys, Tile& values, const u64 (&seen)[2],
                                            float scale, float inner_scale) {
         float logits[TILE / 8][4], decay[2];
         bool grown;
         block.wait_for_unit(turn * 2);
+        block.await_products(group);
         multiply_keys(logits, keys);
 #if OVERLAP
         if (!FIRST) {
             block.wait_for_unit(turn * 2 - 1);
             add_values(values);
         }
+        block.leave_products(group, last);
         wait_for_products<FIRST ? 0 : 1>();
         hold(logits);
         block.free_unit(turn * 2);
@@ -791,7 +806,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
-                   int(arguments.nodes), 0, 0, nullptr, nullptr};
+                   int(arguments.nodes), 0, 0, false, nullptr, nullptr};
+    block.in_turn = ALTERNATE && ROW_GROUPS == 2 && block.row_exists(64);
 #if DEPENDENT
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -856,7 +872,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #if PIPELINED
     copy_async_wait<0>();
     show_copies();
-    meet_first(THREADS);
+    meet_at(1);
+    if (block.in_turn && row_group == 1 && turns > 0) come_to(2);
     rows.load_queries(shared, own_row);
 #else
     int stage = 0, free_stage = 0;
@@ -900,13 +917,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
             }
             if (OVERLAP && turn == 0) {
                 if (masked)
-                    rows.attend<true, true>(block, turn, keys, values, seen, scale, inner_scale);
+                    rows.attend<true, true>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
                 else
-                    rows.attend<true, false>(block, turn, keys, values, seen, scale, inner_scale);
+                    rows.attend<true, false>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
             } else if (masked) {
-                rows.attend<false, true>(block, turn, keys, values, seen, scale, inner_scale);
+                rows.attend<false, true>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
             } else {
-                rows.attend<false, false>(block, turn, keys, values, seen, scale, inner_scale);
+                rows.attend<false, false>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
             }
         }
 #if !PIPELINED
