@@ -30,13 +30,14 @@ SHAPES = [
     *((1, context, nodes) for context in (128, 1024, 4096, 16384, 32768) for nodes in (16, 64, 128, 256)),
     *((batch, context, 64) for batch in (4, 16) for context in (1024, 4096, 16384)),
 ]
-# (batch, context, nodes, query heads, kv heads) of Qwen3-8B, and of Qwen3-30B-A3B
+# (batch, context, nodes, query heads, kv heads, head dimension) of Qwen3-8B, of Qwen3-30B-A3B and of Qwen3.6-27B
 POINTS = [
-    *((batch, context, nodes, 32, 8) for nodes in (16, 64, 256) for batch, context in ((1, 128), (1, 4096))),
-    (1, 32768, 64, 32, 8),
-    (8, 4096, 16, 32, 8),
-    (8, 4096, 64, 32, 8),
-    *((1, context, nodes, 32, 4) for nodes in (16, 64) for context in (128, 4096)),
+    *((batch, context, nodes, 32, 8, 128) for nodes in (16, 64, 256) for batch, context in ((1, 128), (1, 4096))),
+    (1, 32768, 64, 32, 8, 128),
+    (8, 4096, 16, 32, 8, 128),
+    (8, 4096, 64, 32, 8, 128),
+    *((1, context, nodes, 32, 4, 128) for nodes in (16, 64) for context in (128, 4096)),
+    *((1, context, nodes, 24, 4, 256) for context, nodes in ((128, 64), (4096, 16), (4096, 64), (4096, 128))),
 ]
 IMPLEMENTATIONS = ("cuda", "triton")
 
@@ -235,6 +236,7 @@ COLUMNS = (
     "context",
     "nodes",
     "kv_heads",
+    "head_dim",
     "implementation",
     "sglang_us",
     "ours_us",
@@ -265,9 +267,9 @@ def main(arguments: list[str] | None = None) -> None:
     meta = describe(arguments.commit)
     rows = []
     print(" ".join(COLUMNS))
-    shapes = POINTS if arguments.points else [(*shape, arguments.heads, arguments.kv_heads) for shape in SHAPES]
-    for shape in shapes:
-        for row in measure(*shape, arguments.head_dim, not arguments.only_ours, tuple(arguments.implementations)):
+    heads = arguments.heads, arguments.kv_heads, arguments.head_dim
+    for shape in POINTS if arguments.points else [(*shape, *heads) for shape in SHAPES]:
+        for row in measure(*shape, not arguments.only_ours, tuple(arguments.implementations)):
             rows.append(row)
             print_row(row[column] for column in COLUMNS)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

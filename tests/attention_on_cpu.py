@@ -25,7 +25,7 @@ def build(variant: cuda_kernel.Variant, source: str = "") -> ctypes.CDLL:
     (folder / cuda_kernel.SOURCE.name).write_text(source or cuda_kernel.SOURCE.read_text())
     flags = [
         "-std=c++17",
-        "-O2",
+        "-O1",
         "-fPIC",
         "-shared",
         "-U_FORTIFY_SOURCE",

@@ -44,7 +44,7 @@ namespace on_cpu {
 
 constexpr size_t STACK = 128 << 10;
 constexpr size_t CANARY = 4096;
-enum Status { READY, AT_WARP, AT_BLOCK, AT_CLUSTER, DONE };
+enum Status { READY, AT_WARP, AT_BLOCK, AT_CLUSTER, SPINNING, DONE };
 struct Copy {
     void* to;
     const void* from;
@@ -77,6 +77,7 @@ constexpr int MOST_WARPS = 128;  // of a cluster
 static unsigned inputs[MOST_WARPS][32][12], outputs[MOST_WARPS][32][4];  // [warp][lane]
 static jmp_buf scheduler;
 static int running;
+static long arrivals;  // at barriers that threads spin for
 static int block_threads, first_block;
 struct Range {
     const void* address;
@@ -158,17 +159,21 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
             return std::count_if(fibers.begin() + block * block_size, fibers.begin() + (block + 1) * block_size,
                                  [&](const Fiber& fiber) { return fiber.status == status; });
         };
+        long before = -1;
         for (;;) {
             for (int i = 0; i < warps; ++i) {
                 const int warp = block * warps + (reversed ? warps - 1 - i : i);
-                for (;;) {
-                    int at_warp = 0;
+                for (bool again = false;;) {
+                    int at_warp = 0, spinning = 0;
                     for (int lane = 0; lane < 32; ++lane) {
                         const int thread = warp * 32 + (reversed ? 31 - lane : lane);
-                        if (fibers[thread].status == READY) resume(thread);
+                        if (fibers[thread].status == READY || fibers[thread].status == SPINNING) resume(thread);
                         at_warp += fibers[thread].status == AT_WARP;
+                        spinning += fibers[thread].status == SPINNING;
                     }
                     if (!at_warp) break;
+                    // A lane that completes a barrier goes on at once; the others see it when they look again.
+                    if (spinning && (again = !again)) continue;
                     running = warp * 32;
                     if (at_warp != 32) fail("lanes diverge at a warp instruction");
                     for (int lane = 1; lane < 32; ++lane)
@@ -179,6 +184,11 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
                 }
             }
             if (in(DONE) == block_size || in(AT_CLUSTER) == block_size) return in(DONE) == block_size;
+            if (in(SPINNING)) {
+                if (arrivals == before) fail("threads wait for a barrier that nobody completes");
+                before = arrivals;
+                continue;
+            }
             if (in(AT_BLOCK) != block_size) fail("not every thread reaches the barrier");
             for (int i = 0; i < block_size; ++i) fibers[block * block_size + i].status = READY;
         }
@@ -312,6 +322,27 @@ inline void total(unsigned (*in)[12], unsigned (*out)[4]) {
 
 #define DYNAMIC_SHARED(name) unsigned char* name = on_cpu::shared_base()
 
+// Barriers in shared memory (mbarrier): how often it was completed, who is still to arrive, and of how many.
+struct Barrier {
+    unsigned completed;
+    uint16_t missing, all;
+};
+inline void start_barrier(unsigned long long* at, int threads) {
+    *reinterpret_cast<Barrier*>(at) = {0, uint16_t(threads), uint16_t(threads)};
+}
+inline void arrive_at(unsigned long long* at) {
+    Barrier& barrier = *reinterpret_cast<Barrier*>(at);
+    if (barrier.all == 0xffff) on_cpu::fail("a barrier is used before it is there");
+    ++on_cpu::arrivals;
+    if (--barrier.missing) return;
+    ++barrier.completed;
+    barrier.missing = barrier.all;
+}
+inline void wait_at(const unsigned long long* at, unsigned odd) {
+    const Barrier& barrier = *reinterpret_cast<const Barrier*>(at);
+    if (barrier.all == 0xffff) on_cpu::fail("a barrier is used before it is there");
+    while ((barrier.completed & 1) == odd) on_cpu::give_way(on_cpu::SPINNING);
+}
 inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
 inline void cluster_sync() { on_cpu::give_way(on_cpu::AT_CLUSTER); }
 // What another block of the cluster has at this block's address.

@@ -1,6 +1,7 @@
 """tree_attention.cu against float64: on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one."""
 
 import dataclasses
+import itertools
 import shutil
 import subprocess
 
@@ -19,6 +20,18 @@ FORMS = {
     "mma": {},
     "wgmma": {"wgmma": True},
     "overlap": {"wgmma": True, "overlap": True},
+    "lazy": {"wgmma": True, "overlap": True, "lazy": True},
+    "pipelined": {"wgmma": True, "lazy": True, "pipelined": True},
+    "readers": {"wgmma": True, "overlap": True, "lazy": True, "pipelined": True, "readers_fence": True},
+    "alternate": {
+        "wgmma": True,
+        "overlap": True,
+        "lazy": True,
+        "pipelined": True,
+        "readers_fence": True,
+        "alternate": True,
+    },
+    "pipelined overlap": {"wgmma": True, "overlap": True, "pipelined": True},
 }
 on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
 
@@ -43,6 +56,16 @@ GRID = [
     ((1,), 256, (4, 1), 4, {}),
     ((150,), 130, (2, 1), 8, {"sinks": True, "options": {"k_scale": 0.5, "v_scale": 3.0}}),
     ((70, 0), 7, (2, 1), 2, {"sinks": True, "options": {"logit_cap": 2.0}}),
+    ((500, 1), 33, (2, 1), 3, {}),  # clusters that do not divide the rows
+    ((700,), 33, (4, 1), 6, {"padding": 3}),
+    ((610,), 16, (4, 1), 7, {"shape": "chain"}),
+]
+WIDE = {"head_dim": 256}
+WIDE_GRID = [
+    ((0,), 1, (6, 1), 1, {**WIDE}),
+    ((200, 3), 16, (6, 1), 3, {**WIDE, "padding": 2}),
+    ((450,), 33, (6, 1), 2, {**WIDE, "strided": True, "dtype": HALF}),
+    ((90,), 13, (12, 2), 7, {**WIDE, "sinks": True, "options": {"logit_cap": 2.0, "v_scale": 3.0}}),
 ]
 ON_THE_GPU = [
     (prefix, nodes, heads, cluster, {"dtype": dtype, "padding": nodes // 5})
@@ -51,7 +74,13 @@ ON_THE_GPU = [
     for nodes in (1, 7, 16, 64, 65, 256)
     for heads in (((8, 8), (32, 8), (32, 4), (32, 2)) if dtype == BFLOAT else ((32, 8),))
     for cluster in (None,)
-] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 4, 8)]
+] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 3, 4, 7, 8)]
+ON_THE_GPU += [
+    (prefix, nodes, heads, None, {"head_dim": 256, "padding": nodes // 5})
+    for prefix in ((0, 1, 63), (4133,))
+    for nodes in (1, 16, 64, 130)
+    for heads in ((24, 4), (16, 2))
+]
 
 
 def gpu(test):
@@ -60,8 +89,8 @@ def gpu(test):
 
 def case_of(entry) -> Case:
     prefix, nodes, heads, _, more = entry
-    more = {"dtype": BFLOAT} | more
-    return Case("cuda", prefix=prefix, nodes=nodes, heads=heads, head_dim=128, value_dim=128, **more)
+    more = {"dtype": BFLOAT, "head_dim": 128} | more
+    return Case("cuda", prefix=prefix, nodes=nodes, heads=heads, value_dim=more["head_dim"], **more)
 
 
 def inputs_of(entry, device="cpu") -> dict:
@@ -80,7 +109,9 @@ def variant_of(entry, **changes) -> Variant:
     case = case_of(entry)
     group = case.heads[0] // case.heads[1]
     capped = "logit_cap" in case.options
-    return Variant(case.dtype, group, 1 if case.nodes * group <= 64 else 2, entry[3], capped, **changes)
+    row_groups = 1 if case.nodes * group <= 64 and case.head_dim == 128 else 2
+    changes["overlap"] = changes.get("overlap", False) and (case.head_dim == 128 or changes.get("pipelined", False))
+    return Variant(case.dtype, group, row_groups, entry[3], capped, head_dim=case.head_dim, **changes)
 
 
 def assert_attention(out, inputs):
@@ -92,22 +123,44 @@ def assert_attention(out, inputs):
     assert ((out.double() - expected).abs() <= allowed).all()  # NaN is not
 
 
-@on_cpu
-@pytest.mark.parametrize(
-    "entry, form",
-    [(entry, form) for form, step in (("mma", 2), ("wgmma", 4), ("overlap", 1)) for entry in GRID[::step]],
-    ids=str,
+# Every case in one of the forms, in turn; every form has cases of one row group and of two.
+ON_THE_CPU = list(
+    zip(
+        GRID,
+        itertools.cycle(("overlap", "readers", "mma", "pipelined", "lazy", "alternate", "pipelined overlap", "wgmma")),
+    )
 )
+ON_THE_CPU += list(zip(WIDE_GRID, ("wgmma", "readers", "pipelined overlap", "alternate"))) + [(WIDE_GRID[1], "mma")]
+
+
+@on_cpu
+@pytest.mark.parametrize("entry, form", ON_THE_CPU, ids=str)
 def test_the_cuda_source_attends(entry, form):
     inputs = inputs_of(entry)
     variant = variant_of(entry, **FORMS[form])
     out = attention_on_cpu(inputs, variant).clone()
     assert_attention(out, inputs)
-    if entry in GRID[2::4]:  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
+    if entry in (
+        *GRID[2::4],
+        WIDE_GRID[2],
+    ):  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
         inputs["out"].fill_(NAN)
-        other = dataclasses.replace(variant, stages=4 if variant.row_groups == 2 else 3, dependent=True)
+        shorter = variant.ring - (variant.row_groups == 2 and variant.head_dim == 128)
+        other = dataclasses.replace(variant, stages=shorter, dependent=True)
         backwards = attention_on_cpu(inputs, other, reversed_order=True)
         assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
+
+
+@on_cpu
+@pytest.mark.parametrize("growth", [0.0, 3.0, 40.0])
+def test_weights_of_a_stale_peak_are_exact(growth):
+    """Logits that grow along the keys: never by more than the slack, at times, at every tile."""
+    inputs = inputs_of(((700,), 16, (4, 1), 1, {}))
+    keys = inputs["prefix_slots"].long()
+    inputs["q"][:, :, 0] = 1.0
+    inputs["k_pool"][keys, :, 0] = (torch.arange(700) // 64 * growth)[:, None].to(BFLOAT)
+    variant = variant_of(((700,), 16, (4, 1), 1, {}), **FORMS["readers"])
+    assert_attention(attention_on_cpu(inputs, variant), inputs)
 
 
 @on_cpu
@@ -133,12 +186,26 @@ def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count()
 BROKEN = {  # what becomes of the source, and the prefix that shows it
     "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
-    "no decay": ("sums[n][i] *= decay[i / 2]", "sums[n][i] *= 1.0f", 230),
+    "no decay": ("[i] *= decay[i / 2]", "[i] *= 1.0f", 230),
     "one part too few": ("const float share =", "const float share = part == 1 ? 0.0f :", 70),
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": ("copy_async_wait<STAGES - 1 - FREE_AFTER>();", "copy_async_wait<STAGES - FREE_AFTER>();", 650),
     "a stage too early": ("int stage = 0, free_stage = 0;", "int stage = 0, free_stage = 1;", 650),
-    "a slot of another key": ("__shfl_sync(~0u, own_slot, key)", "__shfl_sync(~0u, own_slot, key ^ 1)", 20),
+    "a slot of another key": (
+        "slots[i] = __shfl_sync(~0u, own_slot, key)",
+        "slots[i] = __shfl_sync(~0u, own_slot, key ^ 1)",
+        20,
+    ),
+    "a unit full too early": (
+        "copy_async_wait<PENDING>();\n        if",
+        "copy_async_wait<PENDING + 1>();\n        if",
+        20,
+    ),
+    "a unit of another stage": (
+        "tiles[key_group];\n            Tile& values = shared.ring[(turn * 2 +",
+        "tiles[key_group];\n            Tile& values = shared.ring[(turn * 2 + 2 +",
+        650,
+    ),
 }
 
 
@@ -154,9 +221,8 @@ def test_a_broken_source_is_found(name):
     inputs["ancestors"][:, :, 1] |= -1 << 8
     with pytest.raises(AssertionError):
         # By wgmma, of which the swizzle is the emulation's own.
-        assert_attention(
-            attention_on_cpu(inputs, variant_of(entry, **FORMS["overlap"]), source=text.replace(old, new)), inputs
-        )
+        variant = variant_of(entry, **FORMS["pipelined overlap" if "unit" in name else "overlap"])
+        assert_attention(attention_on_cpu(inputs, variant, source=text.replace(old, new)), inputs)
 
 
 def test_what_the_kernel_does_not_take():
@@ -176,27 +242,37 @@ def test_what_the_kernel_does_not_take():
     assert not takes(q=torch.zeros(7, 4, 132, dtype=BFLOAT)[:, :, 4:])
     assert not takes(q=torch.zeros(7, 4, 132, dtype=BFLOAT)[:, :, :128])
     assert not takes(k_pool=torch.zeros(20, 2, 64, dtype=BFLOAT))
+    assert takes(((5,), 7, (6, 1), 1, WIDE)) and not takes(((5,), 7, (6, 1), 1, {"head_dim": 192}))
 
 
-@pytest.mark.parametrize("requests, nodes, kv_heads, group, cluster", [
-    (1, 64, 8, 4, 8), (1, 256, 8, 4, 2), (1, 16, 8, 4, 8), (1, 64, 4, 8, 8), (2, 64, 8, 4, 4), (8, 64, 8, 4, 4),
+PARTS_OF_A_CHIP = (18, 18, 18, 16, 16, 16, 16, 14)  # multiprocessors; of an H200's 132, say
+
+
+@pytest.mark.parametrize("requests, nodes, kv_heads, group, head_dim, cluster", [
+    (1, 64, 8, 4, 128, 7), (1, 256, 8, 4, 128, 2), (1, 16, 8, 4, 128, 8), (1, 64, 4, 8, 128, 7), (2, 64, 8, 4, 128, 3),
+    (8, 16, 8, 4, 128, 2), (8, 64, 8, 4, 128, 2), (16, 256, 8, 4, 128, 2), (1, 256, 32, 4, 128, 1), (1, 64, 4, 6, 256, 8),
+    (1, 128, 4, 6, 256, 4), (1, 10, 4, 6, 256, 8),
 ])  # fmt: skip
-def test_a_cluster_fills_the_device(requests, nodes, kv_heads, group, cluster):
-    variant = choose(BFLOAT, requests, nodes, kv_heads, group, False, 132, True)
-    assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 else 2)
+def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cluster):
+    def at_a_time(size):
+        return sum(multiprocessors // size for multiprocessors in PARTS_OF_A_CHIP)
+
+    variant = choose(BFLOAT, requests, nodes, kv_heads, group, head_dim, False, True, at_a_time)
+    assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 and head_dim == 128 else 2)
     assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
 
 
 VARIANTS = [
-    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, **form)
-    for dtype, group, row_groups, cluster, capped, dependent in (
-        (BFLOAT, 4, 2, 8, False, False),
-        (BFLOAT, 4, 1, 8, False, True),
-        (HALF, 1, 2, 1, False, False),
-        (HALF, 7, 1, 16, False, False),
-        (BFLOAT, 16, 2, 4, True, False),
+    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, **FORMS[form])
+    for dtype, group, row_groups, cluster, capped, dependent, head_dim, forms in (
+        (BFLOAT, 4, 2, 7, False, False, 128, ("mma", "overlap", "lazy", "pipelined", "readers", "alternate")),
+        (HALF, 4, 1, 8, False, True, 128, ("overlap", "pipelined overlap", "readers")),
+        (BFLOAT, 16, 2, 4, True, False, 128, ("mma", "overlap", "readers")),
+        (HALF, 1, 1, 1, False, False, 128, ("wgmma",)),
+        (BFLOAT, 6, 2, 8, False, False, 256, ("mma", "wgmma", "pipelined", "readers", "alternate")),
+        (HALF, 8, 2, 4, True, True, 256, ("wgmma", "readers")),
     )
-    for form in FORMS.values()
+    for form in forms
 ]
 
 
@@ -225,21 +301,25 @@ def test_nvrtc_compiles_it(tmp_path, monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("entry", ON_THE_GPU, ids=str)
+@pytest.mark.parametrize(
+    "entry, form",
+    [(entry, list(FORMS)[(i + j) % len(FORMS)]) for i, entry in enumerate(ON_THE_GPU) for j in (0, 3)],
+    ids=str,
+)
 def test_the_compiled_kernel_attends(entry, form):
     if form != "mma" and nvrtc.architecture(0) != "sm_90a":
         pytest.skip("wgmma is Hopper's alone")
     inputs = inputs_of(entry, "cuda")
-    case, multiprocessors = case_of(entry), torch.cuda.get_device_properties(0).multi_processor_count
+    case = case_of(entry)
     (heads, kv_heads), requests = case.heads, len(case.prefix)
-    variant = choose(case.dtype, requests, case.nodes, kv_heads, heads // kv_heads, False, multiprocessors, False)
-    variant = dataclasses.replace(variant, cluster=entry[3] or variant.cluster, **FORMS[form])
+    group, dim = heads // kv_heads, case.head_dim
+    variant = cuda_kernel.chosen(0, case.dtype, requests, case.nodes, kv_heads, group, dim, False)
+    variant = dataclasses.replace(variant_of(entry, **FORMS[form]), cluster=entry[3] or variant.cluster)
     assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
 
 
 @gpu
-@pytest.mark.parametrize("entry", GRID, ids=str)
+@pytest.mark.parametrize("entry", GRID + WIDE_GRID, ids=str)
 def test_the_compiled_kernel_serves_all_options(entry):
     inputs = inputs_of(entry, "cuda")
     assert_attention(tree_attention(**inputs, implementation="cuda"), inputs)

@@ -51,15 +51,20 @@ static float element(uint64_t operand, bool values, int column, int depth) {
     memcpy(&bits, on_cpu::shared_base() + at, 2);
     return number(bits, 0);
 }
-template <int COLUMNS, bool VALUES>
+// SHARED_ROWS: the first two words are the operand of 64 rows, too.
+template <int COLUMNS, bool VALUES, bool SHARED_ROWS>
 static void multiply_group(unsigned (*in)[12], unsigned (*)[4]) {
     static float a[16][16], b[16][COLUMNS];
     const uint64_t operand = in[0][4] | uint64_t(in[0][5]) << 32;
     for (int lane = 0; lane < 32; ++lane) {
         const unsigned word[4] = {in[lane][0], in[lane][1], in[lane][2], in[lane][3]};
-        unpack(a, word, lane);
+        if (!SHARED_ROWS) unpack(a, word, lane);
         if (in[lane][4] != in[0][4] || in[lane][5] != in[0][5]) on_cpu::fail("lanes give different operands");
     }
+    if (SHARED_ROWS)
+        for (int row = 0; row < 16; ++row)
+            for (int k = 0; k < 16; ++k)
+                a[row][k] = element(in[0][0] | uint64_t(in[0][1]) << 32, false, on_cpu::running / 32 % 4 * 16 + row, k);
     for (int k = 0; k < 16; ++k)
         for (int column = 0; column < COLUMNS; ++column) b[k][column] = element(operand, VALUES, column, k);
     for (int lane = 0; lane < 32; ++lane) {
@@ -77,11 +82,18 @@ template <int N>
 static void multiply_by_group(float (&c)[N][4], const unsigned (&a)[4], uint64_t operand, bool add) {
     if (!shown[on_cpu::running]) on_cpu::fail("copies are not shown to wgmma");
     const uint64_t sums = reinterpret_cast<uint64_t>(c);
-    on_cpu::meet(multiply_group<N * 8, N == 16>, {a[0], a[1], a[2], a[3], unsigned(operand), unsigned(operand >> 32),
+    on_cpu::meet(multiply_group<N * 8, N == 16, false>, {a[0], a[1], a[2], a[3], unsigned(operand), unsigned(operand >> 32),
                                                   unsigned(sums), unsigned(sums >> 32), unsigned(add)});
 }
 static void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], uint64_t keys, bool add) {
     multiply_by_group(c, a, keys, add);
+}
+static void multiply_keys_16(float (&c)[8][4], uint64_t queries, uint64_t keys, bool add) {
+    if (!shown[on_cpu::running]) on_cpu::fail("copies are not shown to wgmma");
+    const uint64_t sums = reinterpret_cast<uint64_t>(c);
+    on_cpu::meet(multiply_group<64, false, true>,
+                 {unsigned(queries), unsigned(queries >> 32), 0, 0, unsigned(keys), unsigned(keys >> 32), unsigned(sums),
+                  unsigned(sums >> 32), unsigned(add)});
 }
 static void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], uint64_t values) {
     multiply_by_group(c, a, values, true);
@@ -102,6 +114,39 @@ static void wait_and_hide() {
     copy_async_wait<PENDING>();
 }
 #define copy_async_wait wait_and_hide
+#if PIPELINED
+static void arrive_shown(unsigned long long* barrier) {
+    if (!READERS_FENCE && threadIdx.x >= 256 && !shown[on_cpu::running]) on_cpu::fail("a unit is told full before it is shown to wgmma");
+    arrive_at(barrier);
+}
+#define arrive_at arrive_shown
+static void arrive_when_copied(unsigned long long* barrier) {  // copies land at once: the CPU shows none that is late
+    copy_async_commit();
+    copy_async_wait<0>();
+    (arrive_at)(barrier);
+}
+static unsigned long long named[16][16];  // barriers of each block of a cluster
+static void come_to(int name) {
+    unsigned long long& barrier = named[on_cpu::running / on_cpu::block_threads][name];
+    if (!barrier) start_barrier(&barrier, 256);
+    (arrive_at)(&barrier);
+}
+static void meet_at(int name) {
+    const unsigned long long& barrier = named[on_cpu::running / on_cpu::block_threads][name];
+    const unsigned odd = reinterpret_cast<const Barrier&>(barrier).completed & 1;
+    come_to(name);
+    wait_at(&barrier, odd);
+}
+static void wait_hidden(unsigned long long* barrier, unsigned odd) {
+    if (READERS_FENCE) shown[on_cpu::running] = false;
+    wait_at(barrier, odd);
+}
+#define wait_at wait_hidden
+template <int>
+static void give_registers() {}
+template <int>
+static void take_registers() {}
+#endif
 #else
 static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     multiply_add(c, a, b0, b1, multiply_warp);
@@ -128,7 +173,8 @@ extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; x += CLUSTER) {
                 blockIdx = {x, y, z};
-                waited.assign(CLUSTER * THREADS, false);
-                on_cpu::run_cluster(CLUSTER, THREADS, shared_bytes, reversed, [&] { tree_attention(*arguments); });
+                constexpr int threads = THREADS + 32 * COPIERS;
+                waited.assign(CLUSTER * threads, false);
+                on_cpu::run_cluster(CLUSTER, threads, shared_bytes, reversed, [&] { tree_attention(*arguments); });
             }
 }

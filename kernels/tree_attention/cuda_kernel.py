@@ -1,8 +1,9 @@
-"""`tree_attention` for heads of 128 on Hopper, in one CUDA launch: `tree_attention.cu` says how."""
+"""`tree_attention` for heads of 128 and 256 on Hopper, in one CUDA launch: `tree_attention.cu` says how."""
 
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,15 @@ SOURCE = Path(__file__).with_name("tree_attention.cu")
 DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 INDEX_DTYPES = (torch.int32, torch.int64)
 LEAST_CAPABILITY = (9, 0)  # clusters
-HEAD_DIM = 128
+HEAD_DIMS = (128, 256)
 MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
-CLUSTERS = (1, 2, 4, 8, 16)
 MOST_PORTABLE_CLUSTER = 8
 # As the source has them.
 THREADS, TILE, WORDS = 256, 64, 11
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
 LOG2_E = math.log2(math.e)
 NEEDS = (
-    f"a device of compute capability 9.0 on, q, k_pool and v_pool of one dtype, bfloat16 or float16, heads of {HEAD_DIM}, "
+    "a device of compute capability 9.0 on, q, k_pool and v_pool of one dtype, bfloat16 or float16, heads of 128 or 256, "
     f"to {MOST_GROUP} query heads a kv head, to {MOST_NODES} nodes and {MOST_REQUESTS} requests, no sliding window, float32 "
     "sinks, and rows of q, k_pool, v_pool and out at 16-byte addresses"
 )
@@ -37,7 +37,13 @@ class Variant:
             block's other half works on other keys. cluster: blocks that share a request's keys.
         capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
         overlap: with wgmma, products with values run while the next logits become weights.
-        stages: turns of the ring, 3 at least. dependent: launched ahead inside CUDA graphs.
+        stages: turns of the ring, 3 at least with overlap and else 2; if pipelined, half turns, 4 at least.
+        dependent: launched ahead inside CUDA graphs.
+        head_dim: 128, or 256 with row_groups 2 and, unless pipelined, without overlap.
+        lazy: sums are scaled only when a row's greatest weight has grown by a factor of 2^8.
+        pipelined: with wgmma, four more warps copy, and no barrier holds the block's groups together.
+        readers_fence: if pipelined, warps that read copies show them to wgmma, not those that copied.
+        alternate: if pipelined, with overlap, the groups begin their products in turn.
     """
 
     dtype: torch.dtype
@@ -49,11 +55,20 @@ class Variant:
     overlap: bool = False
     stages: int = 0
     dependent: bool = False
+    head_dim: int = 128
+    lazy: bool = False
+    pipelined: bool = False
+    readers_fence: bool = False
+    alternate: bool = False
 
     @property
     def ring(self) -> int:
         """Stages: those asked for, or as many as are worth their memory (a turn of one row group is twice as long)."""
-        return self.stages or (5 if self.row_groups == 2 else 3)
+        return self.stages or (1 + self.pipelined) * (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
+
+    @property
+    def threads(self) -> int:
+        return THREADS + 128 * self.pipelined
 
     @property
     def rows(self) -> int:
@@ -61,20 +76,28 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """The source's Shared: the ring, q and ancestor bits."""
-        turn = 2 // self.row_groups * TILE * HEAD_DIM * 2 * 2
-        return self.ring * turn + self.rows * HEAD_DIM * 2 + self.rows * WORDS * 4
+        """The source's Shared: the ring and, over it, sums; q and ancestor bits."""
+        key_groups = 2 // self.row_groups
+        ring = self.ring * key_groups * TILE * self.head_dim * 2 * (1 if self.pipelined else 2)
+        sums = key_groups * self.rows * ((self.head_dim + 8) * 4 + 8)
+        barriers = 16 * self.ring if self.pipelined else 0
+        return max(ring, sums) + self.rows * (self.head_dim * 2 + WORDS * 4) + barriers
 
     def defines(self) -> dict[str, int]:
         return {
             "HALF": DTYPES.index(self.dtype),
+            "HEAD_DIM": self.head_dim,
             "GROUP": self.group,
             "ROW_GROUPS": self.row_groups,
             "CLUSTER": self.cluster,
             "STAGES": self.ring,
             "CAPPED": int(self.capped),
+            "LAZY": int(self.lazy),
             "WGMMA": int(self.wgmma),
             "OVERLAP": int(self.overlap),
+            "PIPELINED": int(self.pipelined),
+            "READERS_FENCE": int(self.readers_fence),
+            "ALTERNATE": int(self.alternate),
             "DEPENDENT": int(self.dependent),
             "SHARED_BYTES": self.shared_bytes,
         }
@@ -118,15 +141,16 @@ def fits(
 ) -> bool:
     """Whether the kernel takes these, by shapes, dtypes and strides alone.
 
-    K and V of q's dtype, bfloat16 or float16, heads of 128, to 16 query heads a kv head, to 256 nodes and 16 requests (of
-    more, unequal lengths are better shared by the Triton kernel), no sliding window, and every row of 128 at a 16-byte
-    address.
+    K and V of q's dtype, bfloat16 or float16, heads of 128 or 256, to 16 query heads a kv head, to 256 nodes and 16
+    requests (of more, unequal lengths are better shared by the Triton kernel), no sliding window, and every row at a
+    16-byte address.
     """
     num_requests, num_nodes = ancestors.shape[:2]
     group = q.shape[1] // k_pool.shape[1]
     same = q.dtype in DTYPES and q.dtype == k_pool.dtype == v_pool.dtype
     sizes = (
-        q.shape[2] == k_pool.shape[2] == v_pool.shape[2] == HEAD_DIM
+        q.shape[2] in HEAD_DIMS
+        and q.shape[2] == k_pool.shape[2] == v_pool.shape[2]
         and 1 <= group <= MOST_GROUP
         and 1 <= num_nodes <= MOST_NODES
         and 1 <= num_requests <= MOST_REQUESTS
@@ -167,28 +191,40 @@ def supported(
     )
 
 
-@functools.cache
+# What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows of 128.
+BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
+
+
 def choose(
     dtype: torch.dtype,
     num_requests: int,
     num_nodes: int,
     num_kv_heads: int,
     group: int,
+    head_dim: int,
     capped: bool,
-    multiprocessors: int,
     wgmma: bool,
+    clusters_at_a_time: Callable[[int], int],
 ) -> Variant:
     """The variant of a shape; prefix lengths do not enter, so that a CUDA graph holds.
 
-    The largest cluster with which all blocks run at once. Several requests are cut in 4 at least, though that takes more
-    waves where they are equally long: with one long request among short ones, its blocks are the time.
+    The largest cluster of which all run at once; where no size does, the one that takes least time, its waves counted.
+    Several requests are cut in 2 at least, so that a long one among short ones is not one block's work.
+    clusters_at_a_time: of a size, how many clusters the device runs together.
     """
-    row_groups = 1 if num_nodes * group <= 64 else 2
-    blocks = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
-    at_once = [size for size in CLUSTERS if size <= MOST_PORTABLE_CLUSTER and blocks * size <= multiprocessors]
-    cluster = max(at_once, default=1)
-    cluster = max(cluster, 4) if num_requests > 1 else cluster
-    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap=wgmma)
+    row_groups = 1 if num_nodes * group <= 64 and head_dim == 128 else 2
+    clusters = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
+    tiles = -(-(ASSUMED_PREFIX + num_nodes) // TILE)
+
+    def time(size: int) -> float:
+        return -(-clusters // clusters_at_a_time(size)) * (BLOCK_TIME + TILE_TIME * head_dim / 128 * tiles / size)
+
+    least = 2 if num_requests > 1 else 1
+    sizes = [size for size in range(least, MOST_PORTABLE_CLUSTER + 1) if clusters_at_a_time(size)]
+    at_once = [size for size in sizes if clusters <= clusters_at_a_time(size)]
+    cluster = max(at_once) if at_once else min(sizes, key=time)
+    overlap = wgmma and head_dim == 128
+    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap, head_dim=head_dim)
 
 
 def tree_attention_cuda(
@@ -220,16 +256,8 @@ def tree_attention_cuda(
     num_requests, num_nodes = ancestors.shape[:2]
     num_kv_heads = k_pool.shape[1]
     if variant is None:
-        variant = choose(
-            q.dtype,
-            num_requests,
-            num_nodes,
-            num_kv_heads,
-            q.shape[1] // num_kv_heads,
-            logit_cap > 0,
-            _multiprocessors(device),
-            architecture(device) == "sm_90a",
-        )
+        group = q.shape[1] // num_kv_heads
+        variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, q.shape[2], logit_cap > 0)
     arguments = attention_arguments(
         q,
         k_pool,
@@ -249,7 +277,7 @@ def tree_attention_cuda(
         kernels, stream = _load(variant, device), torch.cuda.current_stream().cuda_stream
         ahead = variant.dependent and torch.cuda.is_current_stream_capturing()
         grid = grid_of(variant, num_requests, num_nodes, num_kv_heads)
-        kernels.launch("tree_attention", grid, THREADS, variant.shared_bytes, stream, arguments, ahead)
+        kernels.launch("tree_attention", grid, variant.threads, variant.shared_bytes, stream, arguments, ahead)
     return out
 
 
@@ -289,8 +317,34 @@ def attention_arguments(
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def chosen(
+    device: int,
+    dtype: torch.dtype,
+    num_requests: int,
+    num_nodes: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    capped: bool,
+) -> Variant:
+    """`choose`'s for a device."""
+    wgmma, at_a_time = architecture(device) == "sm_90a", functools.partial(clusters_at_a_time, device)
+    return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, at_a_time)
+
+
+@functools.cache
+def clusters_at_a_time(device: int, cluster: int) -> int:
+    """How many clusters of a size the device runs together, a block a multiprocessor: parts of the chip (GPCs) have
+    unlike numbers of these, and a cluster lies in one part. An empty kernel of the same needs is asked about."""
+    with torch.cuda.device(device):
+        return _probe(device).clusters_at_a_time("probe", cluster, THREADS, HOPPERS_SHARED_BYTES)
+
+
+@functools.cache
+def _probe(device: int) -> LoadedKernels:
+    torch.cuda.current_stream().synchronize()
+    source = 'extern "C" __global__ void probe() {}'
+    return LoadedKernels(compile_cubin("cluster_probe", source, {}, {}, architecture(device)))
 
 
 @functools.cache

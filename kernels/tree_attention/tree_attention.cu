@@ -1,4 +1,4 @@
-// Tree attention in one launch, for Hopper: heads of 128, K and V of q's dtype, up to 256 nodes, no sliding window (see
+// Tree attention in one launch, for Hopper: heads of 128 or 256, K and V of q's dtype, up to 256 nodes, no sliding window (see
 // cuda_kernel.py; dispatch.py has the contract).
 //
 // A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are
@@ -11,7 +11,7 @@
 // later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
 // while the first tiles are under way, and only where the block has tiles of the tree.
 //
-// Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), a head's halves one after the other, and the 16-byte
+// Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), 64 columns of a head after the other, and the 16-byte
 // pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets
 // no bank twice in it.
 //
@@ -19,9 +19,19 @@
 // m16n8k16 and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on,
 // the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split.
 //
-// Compiled for HALF (0: bfloat16, 1: float16), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2), CLUSTER (1 to 16),
-// STAGES (turns that the ring holds), CAPPED (whether logits are capped), WGMMA (products by wgmma, which needs sm_90a; or
-// by mma.sync), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
+// With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has
+// two turns, and ROW_GROUPS is always 2.
+//
+// With PIPELINED four more warps read all slots and copy all keys and values, and the groups go through the tiles at their
+// own pace: the ring holds units, of keys or of values of a turn, each with a barrier that says that it is full and one
+// that says that it is empty. wgmma sees copies behind a fence: of those who copied, or with READERS_FENCE of those who
+// read, who have no copies under way that a fence might wait for. With ALTERNATE the groups begin their products in turn.
+// Without PIPELINED all warps copy, and meet once a turn.
+//
+// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
+// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), PIPELINED, READERS_FENCE, ALTERNATE,
+// CAPPED (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or by mma.sync), OVERLAP (see
+// attend), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
 // With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
 // anything, and lets later ones start behind its wait: fp8_linear.cu says what that rests on.
@@ -91,6 +101,16 @@ __device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], const unsigne
                  : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(keys), "r"(int(add)));
 }
+// With a, of 64 rows, at `queries`.
+__device__ __forceinline__ void multiply_keys_16(float (&c)[8][4], unsigned long long queries, unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                 "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1]), FOUR(c[2]), FOUR(c[3]), FOUR(c[4]), FOUR(c[5]), FOUR(c[6]), FOUR(c[7])
+                 : "l"(queries), "l"(keys), "r"(int(add)));
+}
 // c[64, 128] += a[64, 16] b[16, 128], the values at `values`.
 __device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsigned (&a)[4], unsigned long long values) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." DTYPE "." DTYPE
@@ -133,6 +153,41 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+#if PIPELINED
+// A barrier in shared memory that `arrivals` threads complete, over and over; those who wait see what was done before.
+__device__ __forceinline__ void start_barrier(unsigned long long* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive_at(unsigned long long* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// For its completion number 0, 2 and so on where `odd` is 0, else 1, 3 and so on.
+__device__ __forceinline__ void wait_at(unsigned long long* barrier, unsigned odd) {
+    unsigned done;
+    do {
+        asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, done;\n}"
+                     : "=r"(done)
+                     : "r"(shared_address(barrier)), "r"(odd)
+                     : "memory");
+    } while (!done);
+}
+// An arrival when all that this thread copies has landed.
+__device__ __forceinline__ void arrive_when_copied(unsigned long long* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Barrier `name` of the THREADS that attend, 1 to 15; those who only come do not wait.
+__device__ __forceinline__ void meet_at(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
+__device__ __forceinline__ void come_to(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
+template <int MOST>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST));
+}
+template <int MOST>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST));
 }
 #endif
 #if DEPENDENT
@@ -178,8 +233,8 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 struct AttentionArguments {
-    i64 q;              // [requests * nodes, heads, 128], out alike; every row at a 16-byte address
-    i64 k_pool, v_pool; // [slots, kv heads, 128], every row at a 16-byte address
+    i64 q;              // [requests * nodes, heads, HEAD_DIM], out alike; every row at a 16-byte address
+    i64 k_pool, v_pool; // [slots, kv heads, HEAD_DIM], every row at a 16-byte address
     i64 prefix_indptr;  // int [requests + 1]
     i64 prefix_slots;   // int, or int64 where prefix_wide is 1
     i64 node_slots;     // int [requests * nodes], or int64 where node_wide is 1
@@ -194,23 +249,40 @@ struct AttentionArguments {
     double v_scale;
 };
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int DIM = 128, PIECES = DIM / 8;  // of 16 bytes, of a row
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
+constexpr int COPIERS = PIPELINED ? 4 : 0, COPYING_WARPS = PIPELINED ? COPIERS : WARPS;
+constexpr int DIM = HEAD_DIM, BLOCKS = DIM / 64, PIECES = DIM / 8;  // of 64 columns and of 16 bytes, of a row
+constexpr int LANE_KEYS = 32 / PIECES;                              // that a warp copies at a time
+#define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
 constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
 constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
-constexpr int WARP_KEYS = TURN / WARPS;
+constexpr int WARP_KEYS = TURN / COPYING_WARPS;
 constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
 constexpr int PARTS = CLUSTER * KEY_GROUPS;
+#if LAZY
+constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
+#endif
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
-static_assert(PARTS <= 32 && STAGES >= 3, "a lane has one part; sums take no more than three stages");
+#if PIPELINED
+#if !READERS_FENCE
+constexpr int LAG = STAGES >= 8 ? 4 : STAGES / 2;  // units that are under way before one is waited for
+#endif
+static_assert(!ALTERNATE || OVERLAP, "with the values of the tile before");
+static_assert(WGMMA && STAGES >= 4, "only wgmma has a pipeline, of two turns at least");
+#endif
+static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
+static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
 struct Tile {
-    uint4 half[DIM / 64][TILE][8];
+    uint4 block[BLOCKS][TILE][8];  // of 64 columns
 };
 struct Turn {
     Tile keys[KEY_GROUPS], values[KEY_GROUPS];
+};
+struct Unit {  // of a pipeline: keys or values of a turn, in turn
+    Tile tiles[KEY_GROUPS];
 };
 struct Sums {  // over the ring, when it is done
     float rows[KEY_GROUPS][ROWS][SUM_STRIDE];
@@ -218,18 +290,28 @@ struct Sums {  // over the ring, when it is done
 };
 struct Shared {
     union {
+#if PIPELINED
+        Unit ring[STAGES];
+#else
         Turn ring[STAGES];
+#endif
         Sums sums;
     };
-    uint4 queries[DIM / 64][ROWS][8];
+    uint4 queries[BLOCKS][ROWS][8];
     unsigned ancestors[ROWS][WORDS];
+#if PIPELINED
+    unsigned long long full[STAGES], empty[STAGES];
+#endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 
-// Piece `piece` of row `row`, of halves of `rows` rows.
+// What all lanes of a warp have; the compiler does not know, and moves operands of wgmma from register to register.
+__device__ __forceinline__ int uniform(int x) { return WGMMA ? __shfl_sync(~0u, x, 0) : x; }
+
+// Piece `piece` of row `row`, of N rows.
 template <int N>
-__device__ __forceinline__ uint4* place(uint4 (&halves)[2][N][8], unsigned row, unsigned piece) {
-    return &halves[piece / 8][row][(piece ^ row) & 7];
+__device__ __forceinline__ uint4* place(uint4 (&blocks)[BLOCKS][N][8], unsigned row, unsigned piece) {
+    return &blocks[piece / 8][row][(piece ^ row) & 7];
 }
 
 #if WGMMA
@@ -249,6 +331,7 @@ struct Block {
     const AttentionArguments& arguments;
     Shared& shared;
     int request, head, first_row, nodes, begin, length;
+    bool in_turn;  // the two groups begin their products in turn
     const char *own_k, *own_v;  // this thread's piece of the head, of slot 0
 
     __device__ __forceinline__ bool row_exists(int row) const { return first_row + row < nodes * GROUP; }
@@ -270,33 +353,118 @@ struct Block {
                u64(head * GROUP + at % GROUP) * unsigned(head_stride);
     }
 
-    // A warp copies WARP_KEYS keys of a turn, two at a time. The slot of one of them, lane % WARP_KEYS.
+    // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
     __device__ __forceinline__ int read_slot(int first_key) const {
-        const int own = first_key + int(threadIdx.x) / 32 * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
+        const int own = first_key + int(threadIdx.x) / 32 % COPYING_WARPS * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
         const int key = min(own, length + nodes - 1);
         const bool in_prefix = key < length;
         const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
         const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
         return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
     }
+#if !PIPELINED
     __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
         const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
         const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
         Tile& keys = turn.keys[first / TILE];
         Tile& values = turn.values[first / TILE];
-        unsigned slots[WARP_KEYS / 2];
+        unsigned slots[WARP_KEYS / LANE_KEYS];
 #pragma unroll
-        for (int i = 0; i < WARP_KEYS / 2; ++i) {
-            const unsigned key = i * 2 + lane / PIECES;
+        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
+            const unsigned key = i * LANE_KEYS + lane / PIECES;
             slots[i] = __shfl_sync(~0u, own_slot, key);
-            copy_async_16(place(keys.half, first % TILE + key, piece), own_k + u64(slots[i]) * k_slot);
+            copy_async_16(place(keys.block, first % TILE + key, piece), own_k + u64(slots[i]) * k_slot);
         }
 #pragma unroll
-        for (int i = 0; i < WARP_KEYS / 2; ++i) {
-            const unsigned key = i * 2 + lane / PIECES;
-            copy_async_16(place(values.half, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
+        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
+            const unsigned key = i * LANE_KEYS + lane / PIECES;
+            copy_async_16(place(values.block, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
+    __device__ __forceinline__ void await_products(int) const {}
+    __device__ __forceinline__ void leave_products(int, bool) const {}
+    __device__ __forceinline__ void wait_for_unit(int) const {}
+    __device__ __forceinline__ void free_unit(int) const {}
+#else
+    __device__ __forceinline__ void copy_unit(Unit& unit, const char* from, unsigned stride, int own_slot) const {
+        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
+        Tile& tile = unit.tiles[first / TILE];
+#pragma unroll 8
+        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
+            const unsigned key = i * LANE_KEYS + lane / PIECES;
+            const unsigned slot = __shfl_sync(~0u, own_slot, key);
+            copy_async_16(place(tile.block, first % TILE + key, piece), from + u64(slot) * stride);
+        }
+    }
+    // What COPIERS warps do: units go to their stages as these become empty, slots are read three turns before.
+    __device__ __forceinline__ void copy_all(int first_tile, int last_tile) const {
+        const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
+        const int own_group = KEY_GROUPS == 2 ? threadIdx.x / 32 % COPIERS / 2 : 0;
+        int slots[3];
+#pragma unroll
+        for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(first_tile * TILE + turn * TURN);
+        __syncthreads();  // barriers are there
+        int unit = 0;
+        for (int turn = 0; turn < turns; ++turn) {
+            const int slot = slots[0];
+            slots[0] = slots[1];
+            slots[1] = slots[2];
+            slots[2] = read_slot(first_tile * TILE + (turn + 3) * TURN);
+            const bool copies = first_tile + turn * KEY_GROUPS + own_group < last_tile;
+#pragma unroll
+            for (int of_values = 0; of_values < 2; ++of_values) {
+                const int stage = unit % STAGES;
+                if (unit >= STAGES) wait_at(&shared.empty[stage], (unit / STAGES - 1) & 1);
+                if (copies)
+                    copy_unit(shared.ring[stage], of_values ? own_v : own_k,
+                              unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
+#if READERS_FENCE
+                arrive_when_copied(&shared.full[stage]);
+                ++unit;
+            }
+        }
+        copy_async_wait<0>();
+    }
+#else
+                copy_async_commit();
+                ++unit;
+                tell_full<LAG>(unit);
+            }
+        }
+        tell_rest<LAG - 1>(unit);
+    }
+    // That all but PENDING of the `begun` units are there.
+    template <int PENDING>
+    __device__ __forceinline__ void tell_full(int begun) const {
+        const int landed = begun - 1 - PENDING;
+        copy_async_wait<PENDING>();
+        if (landed < 0) return;
+        show_copies();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive_at(&shared.full[landed % STAGES]);
+    }
+    template <int PENDING>
+    __device__ __forceinline__ void tell_rest(int begun) const {
+        tell_full<PENDING>(begun);
+        if constexpr (PENDING > 0) tell_rest<PENDING - 1>(begun);
+    }
+#endif
+    __device__ __forceinline__ void wait_for_unit(int unit) const {
+        wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
+        if (READERS_FENCE) show_copies();
+    }
+    // With ALTERNATE one group's weights are made while the other's products run.
+    __device__ __forceinline__ void await_products(int group) const {
+        if (in_turn) meet_at(2 + group);
+    }
+    __device__ __forceinline__ void leave_products(int group, bool last) const {
+        if (in_turn && !(group == 1 && last)) come_to(3 - group);
+    }
+    __device__ __forceinline__ void free_unit(int unit) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive_at(&shared.empty[unit % STAGES]);
+    }
+#endif
 
     // Bits of nodes that do not exist are 0.
     __device__ __forceinline__ void read_ancestors() const {
@@ -330,18 +498,32 @@ struct Block {
     }
 };
 
-// A warp's 16 rows: sums of weighted values, the greatest logit (base 2, scaled) and the lane's share of the weights' sum,
+// A warp's 16 rows: sums of weighted values, the peak (the greatest logit, base 2 and scaled; with LAZY up to SLACK less,
+// as it grows, and all is scaled to it, only where a row of the warp exceeds it by more) and the lane's share of the weights' sum,
 // each of rows lane / 4 and lane / 4 + 8.
 struct Rows {
-    unsigned queries[DIM / 16][4], weights[TILE / 16][4];
-    float sums[DIM / 8][4] = {};
+    unsigned weights[TILE / 16][4];
+    float sums[DIM / 128][16][4] = {};
     float peak[2], total[2] = {};
 
-    __device__ __forceinline__ void load_queries(Shared& shared, int first) {
-        const int lane = threadIdx.x % 32;
+#if QUERIES_KEPT
+    unsigned queries[DIM / 16][4];
+#else
+    Shared* shared;
+    int first_row;
+#endif
+    __device__ __forceinline__ void load_queries(Shared& from, int first) {
+#if QUERIES_KEPT
 #pragma unroll
-        for (int step = 0; step < DIM / 16; ++step)
-            load_matrix_x4(queries[step], place(shared.queries, first + lane % 16, step * 2 + lane / 16));
+        for (int step = 0; step < DIM / 16; ++step) load_queries_16(queries[step], from, first, step);
+#else
+        shared = &from;
+        first_row = first;
+#endif
+    }
+    __device__ __forceinline__ static void load_queries_16(unsigned (&a)[4], Shared& from, int first, int step) {
+        const int lane = threadIdx.x % 32;
+        load_matrix_x4(a, place(from.queries, first + lane % 16, step * 2 + lane / 16));
     }
 
     // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
@@ -351,8 +533,14 @@ struct Rows {
         hold(logits);
         before_products();
 #pragma unroll
-        for (int step = 0; step < DIM / 16; ++step)
-            multiply_keys_16(logits, queries[step], operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+        for (int step = 0; step < DIM / 16; ++step) {
+#if !QUERIES_KEPT
+            const u64 own = operand_at(shared_address(shared->queries[step / 4][first_row / 64 * 64]), 16, 1024) + step % 4 * 2;
+#else
+            const unsigned(&own)[4] = queries[step];
+#endif
+            multiply_keys_16(logits, own, operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+        }
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
@@ -361,21 +549,28 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < 4; ++i) logits[n][i] = 0.0f;
 #pragma unroll
-        for (int step = 0; step < DIM / 16; ++step)
+        for (int step = 0; step < DIM / 16; ++step) {
+#if !QUERIES_KEPT
+            unsigned own[4];
+            load_queries_16(own, *shared, first_row, step);
+#else
+            const unsigned(&own)[4] = queries[step];
+#endif
 #pragma unroll
             for (int n = 0; n < TILE / 8; n += 2) {
                 unsigned b[4];
-                load_matrix_x4(b, place(keys.half, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
-                multiply_tiles(logits[n], queries[step], b[0], b[1]);
-                multiply_tiles(logits[n + 1], queries[step], b[2], b[3]);
+                load_matrix_x4(b, place(keys.block, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+                multiply_tiles(logits[n], own, b[0], b[1]);
+                multiply_tiles(logits[n + 1], own, b[2], b[3]);
             }
+        }
 #endif
     }
 
-    // Logits become weights; `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
+    // Logits become weights; where `grown` says so, `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
     // `seen` (of each row) is 0 do not count.
     template <bool MASKED>
-    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], const u64 (&seen)[2], float scale,
+    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], bool& grown, const u64 (&seen)[2], float scale,
                                           float inner_scale) {
         const float minus_infinity = __uint_as_float(MINUS_INFINITY);
         float most[2] = {minus_infinity, minus_infinity};
@@ -398,16 +593,26 @@ struct Rows {
                 if (MASKED && !(bits[i / 2][n / 4] & 1u << (n % 4 * 8 + i % 2))) logit = minus_infinity;
                 most[i / 2] = fmaxf(most[i / 2], logit);
             }
-        float base[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
-            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)) * scale;
+        }
+#if LAZY
+        grown = __ballot_sync(~0u, most[0] > peak[0] + SLACK || most[1] > peak[1] + SLACK);
+#else
+        grown = true;
+#endif
+        float base[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
             const float before = peak[i];
-            peak[i] = fmaxf(before, most[i] * scale);
+            if (grown) peak[i] = fmaxf(before, most[i]);
             base[i] = MASKED && peak[i] == minus_infinity ? 0.0f : peak[i];  // a row that sees nothing has weights of 0
-            decay[i] = exp2_approx(before - base[i]);
-            total[i] *= decay[i];
+            if (grown) {
+                decay[i] = exp2_approx(before - base[i]);
+                total[i] *= decay[i];
+            }
         }
 #pragma unroll
         for (int n = 0; n < TILE / 8; ++n)
@@ -418,16 +623,17 @@ struct Rows {
             }
     }
     // Weights to operands, and sums to the weights' peak.
-    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2]) {
+    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2], bool grown) {
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 weights[step][i] = pack(logits[step * 2 + i / 2][i % 2 * 2], logits[step * 2 + i / 2][i % 2 * 2 + 1]);
+        if (!grown) return;
 #pragma unroll
         for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[n][i] *= decay[i / 2];
+            for (int i = 0; i < 4; ++i) sums[n / 16][n % 16][i] *= decay[i / 2];
     }
 
     // sums += weights values.
@@ -435,11 +641,13 @@ struct Rows {
 #if WGMMA
         const u64 operand = operand_at(shared_address(&values), VALUES_LEADING, VALUES_STRIDE);
         hold(weights);
-        hold(sums);
+        hold_sums();
         before_products();
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
-            multiply_values_16(sums, weights[step], operand + step * (16 * 128) / 16);
+#pragma unroll
+            for (int part = 0; part < DIM / 128; ++part)
+                multiply_values_16(sums[part], weights[step], operand + (part * 2 * TILE + step * 16) * 128 / 16);
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
@@ -448,44 +656,63 @@ struct Rows {
 #pragma unroll
             for (int n = 0; n < DIM / 8; n += 2) {
                 unsigned b[4];
-                load_matrix_x4_transposed(b, place(values.half, step * 16 + lane % 16, n + lane / 16));
-                multiply_tiles(sums[n], weights[step], b[0], b[1]);
-                multiply_tiles(sums[n + 1], weights[step], b[2], b[3]);
+                load_matrix_x4_transposed(b, place(values.block, step * 16 + lane % 16, n + lane / 16));
+                multiply_tiles(sums[n / 16][n % 16], weights[step], b[0], b[1]);
+                multiply_tiles(sums[n / 16][n % 16 + 1], weights[step], b[2], b[3]);
             }
 #endif
     }
 
-    // A tile. With OVERLAP its values wait for the next tile's turn, and the values of the tile before (none if FIRST) are
-    // multiplied while this one's logits become weights.
+    // A tile, the block's turn `turn`. With OVERLAP its values wait for the next tile's turn, and the values of the tile
+    // before (none if FIRST) are multiplied while this one's logits become weights.
     template <bool FIRST, bool MASKED>
-    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
+    __device__ __forceinline__ void attend(const Block& block, int turn, int group, bool last, Tile& keys, Tile& values, const u64 (&seen)[2],
+                                           float scale, float inner_scale) {
         float logits[TILE / 8][4], decay[2];
+        bool grown;
+        block.wait_for_unit(turn * 2);
+        block.await_products(group);
         multiply_keys(logits, keys);
 #if OVERLAP
-        if (!FIRST) add_values(values);
+        if (!FIRST) {
+            block.wait_for_unit(turn * 2 - 1);
+            add_values(values);
+        }
+        block.leave_products(group, last);
         wait_for_products<FIRST ? 0 : 1>();
         hold(logits);
-        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
+        block.free_unit(turn * 2);
+        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
         if (!FIRST) {
             never(total[0] + total[1] < 0.0f);  // without it the compiler has the wait before the weights
             end_values();
+            block.free_unit(turn * 2 - 1);
         }
-        take_weights(logits, decay);
+        take_weights(logits, decay, grown);
 #else
 #if WGMMA
         wait_for_products<0>();
         hold(logits);
 #endif
-        weigh<MASKED>(logits, decay, seen, scale, inner_scale);
-        take_weights(logits, decay);
+        block.free_unit(turn * 2);
+        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
+        take_weights(logits, decay, grown);
+        block.wait_for_unit(turn * 2 + 1);
         add_values(values);
         end_values();
+        block.free_unit(turn * 2 + 1);
 #endif
     }
     __device__ __forceinline__ void end_values() {
 #if WGMMA
         wait_for_products<0>();
-        hold(sums);
+        hold_sums();
+#endif
+    }
+    __device__ __forceinline__ void hold_sums() {
+#if WGMMA
+#pragma unroll
+        for (int part = 0; part < DIM / 128; ++part) hold(sums[part]);
 #endif
     }
 
@@ -497,8 +724,8 @@ struct Rows {
             const int row = first + lane / 4 + i * 8;
 #pragma unroll
             for (int n = 0; n < DIM / 8; ++n)
-                *reinterpret_cast<float2*>(&left.rows[key_group][row][n * 8 + lane % 4 * 2]) = {sums[n][i * 2],
-                                                                                               sums[n][i * 2 + 1]};
+                *reinterpret_cast<float2*>(&left.rows[key_group][row][n * 8 + lane % 4 * 2]) = {
+                    sums[n / 16][n % 16][i * 2], sums[n / 16][n % 16][i * 2 + 1]};
             total[i] += __shfl_xor_sync(~0u, total[i], 1);
             total[i] += __shfl_xor_sync(~0u, total[i], 2);
             if (lane % 4 == 0) left.peak_and_total[key_group][row] = {peak[i], total[i]};
@@ -508,17 +735,18 @@ struct Rows {
 
 // Rows of a warp's share of the merge, and as many of them at a time as have all reads under way together.
 constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);
-constexpr int MERGED_AT_ONCE = MERGED_ROWS * PARTS <= 16 ? MERGED_ROWS : PARTS <= 16 ? 16 / PARTS : 1;
+constexpr int READS = PARTS * (DIM / 128);  // of 16 bytes a lane, a row
+constexpr int MERGED_AT_ONCE = MERGED_ROWS * READS <= 16 ? MERGED_ROWS : READS <= 16 ? 16 / READS : 1;
 
 // Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, by a warp: lane p has part p's peak and total of a
-// row, and each lane four columns of the result.
+// row, and each lane four columns of each 128 of the result.
 __device__ __forceinline__ void merge_rows(const Block& block, int first) {
     const Sums& sums = block.shared.sums;
     const AttentionArguments& arguments = block.arguments;
     const int lane = threadIdx.x % 32;
     const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(arguments.v_scale);
     float2 own[MERGED_AT_ONCE];
-    float4 parts[MERGED_AT_ONCE][PARTS];
+    float4 parts[MERGED_AT_ONCE][READS];
     float sinks[MERGED_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < MERGED_AT_ONCE; ++i) {
@@ -526,9 +754,11 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
         own[i] = {minus_infinity, 0.0f};
         if (lane < PARTS) own[i] = load_of_block(&sums.peak_and_total[lane % KEY_GROUPS][row], lane / KEY_GROUPS);
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-            parts[i][part] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + lane,
+        for (int read = 0; read < READS; ++read) {
+            const int part = read % PARTS, column = read / PARTS * 32 + lane;
+            parts[i][read] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + column,
                                            part / KEY_GROUPS);
+        }
         sinks[i] = minus_infinity;
         if (arguments.sinks)
             sinks[i] = reinterpret_cast<const float*>(
@@ -548,46 +778,79 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
         for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
         total += exp2_approx(sinks[i] - peak);
         const float factor = total > 0.0f ? v_scale / total : 0.0f;
-        float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const float share = __shfl_sync(~0u, weight, part);
-            mixed.x = fmaf(share, parts[i][part].x, mixed.x);
-            mixed.y = fmaf(share, parts[i][part].y, mixed.y);
-            mixed.z = fmaf(share, parts[i][part].z, mixed.z);
-            mixed.w = fmaf(share, parts[i][part].w, mixed.w);
-        }
-        if (row < ROWS && block.row_exists(row)) {
-            char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
-            reinterpret_cast<uint2*>(out)[lane] = {pack(mixed.x * factor, mixed.y * factor),
-                                                   pack(mixed.z * factor, mixed.w * factor)};
+        for (int column = 0; column < DIM / 128; ++column) {
+            float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                const float share = __shfl_sync(~0u, weight, part);
+                const float4 own_part = parts[i][column * PARTS + part];
+                mixed.x = fmaf(share, own_part.x, mixed.x);
+                mixed.y = fmaf(share, own_part.y, mixed.y);
+                mixed.z = fmaf(share, own_part.z, mixed.z);
+                mixed.w = fmaf(share, own_part.w, mixed.w);
+            }
+            if (row < ROWS && block.row_exists(row)) {
+                char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
+                reinterpret_cast<uint2*>(out)[column * 32 + lane] = {pack(mixed.x * factor, mixed.y * factor),
+                                                                     pack(mixed.z * factor, mixed.w * factor)};
+            }
         }
     }
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attention(const AttentionArguments arguments) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_attention(const AttentionArguments arguments) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER;
+    const int warp = uniform(threadIdx.x / 32), rank = blockIdx.x % CLUSTER;
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
-                   int(arguments.nodes), 0, 0, nullptr, nullptr};
+                   int(arguments.nodes), 0, 0, false, nullptr, nullptr};
+    block.in_turn = ALTERNATE && ROW_GROUPS == 2 && block.row_exists(64);
 #if DEPENDENT
     wait_for_earlier_kernels();
     let_later_kernels_start();
 #endif
     const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
     block.begin = bounds[0];
-    block.length = bounds[1] - block.begin;
+    block.length = uniform(bounds[1] - block.begin);
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
+#if PIPELINED
+    if (threadIdx.x == 0)
+        for (int stage = 0; stage < STAGES; ++stage) {
+            start_barrier(&shared.full[stage], READERS_FENCE ? 32 * COPIERS : COPIERS);
+            start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
+        }
+#else
     block.copy_queries();
+#endif
     const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
     // Whole tiles a block, so that those of the prefix stay without a mask.
     const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
+#if PIPELINED
+    if (warp >= WARPS) {
+        give_registers<56>();
+        block.copy_all(first_tile, last_tile);
+        __syncthreads();
+#if CLUSTER > 1
+        cluster_sync();
+        cluster_sync();
+#else
+        __syncthreads();
+#endif
+        return;
+    }
+    take_registers<224>();
+    block.copy_queries();
+    copy_async_commit();
+    if (last_tile * TILE > block.length) block.read_ancestors();
+    __syncthreads();  // barriers are there
+#endif
     const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
+#if !PIPELINED
     const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
     int slots[STAGES + 1];
@@ -600,13 +863,23 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
     }
     int next_slot = slots[STAGES];
     if (last_tile * TILE > block.length) block.read_ancestors();
+#endif
 
     Rows rows;
     rows.peak[0] = rows.peak[1] = __uint_as_float(MINUS_INFINITY);
     const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
     const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
+#if PIPELINED
+    copy_async_wait<0>();
+    show_copies();
+    meet_at(1);
+    if (block.in_turn && row_group == 1 && turns > 0) come_to(2);
+    rows.load_queries(shared, own_row);
+#else
     int stage = 0, free_stage = 0;
+#endif
     for (int turn = 0; turn < turns; ++turn) {
+#if !PIPELINED
         if (turn == 0)
             copy_async_wait<STAGES - 1>();
         else if (turn < FREE_AFTER)
@@ -625,10 +898,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
             free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
         }
         if (turn == 0) rows.load_queries(shared, own_row);
+#endif
         const int tile = first_tile + turn * KEY_GROUPS + key_group;
         if (has_rows && tile < last_tile) {
+#if PIPELINED
+            Tile& keys = shared.ring[turn * 2 % STAGES].tiles[key_group];
+            Tile& values = shared.ring[(turn * 2 + (OVERLAP ? STAGES - 1 : 1)) % STAGES].tiles[key_group];
+#else
             Tile& keys = shared.ring[stage].keys[key_group];
             Tile& values = shared.ring[OVERLAP ? (stage == 0 ? STAGES - 1 : stage - 1) : stage].values[key_group];
+#endif
             u64 seen[2] = {};
             const bool masked = (tile + 1) * TILE > block.length;
             if (masked) {
@@ -638,21 +917,28 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tree_attentio
             }
             if (OVERLAP && turn == 0) {
                 if (masked)
-                    rows.attend<true, true>(keys, values, seen, scale, inner_scale);
+                    rows.attend<true, true>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
                 else
-                    rows.attend<true, false>(keys, values, seen, scale, inner_scale);
+                    rows.attend<true, false>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
             } else if (masked) {
-                rows.attend<false, true>(keys, values, seen, scale, inner_scale);
+                rows.attend<false, true>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
             } else {
-                rows.attend<false, false>(keys, values, seen, scale, inner_scale);
+                rows.attend<false, false>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
             }
         }
+#if !PIPELINED
         stage = stage + 1 == STAGES ? 0 : stage + 1;
+#endif
     }
 #if OVERLAP
     const int own_turns = (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS;
     if (has_rows && own_turns > 0) {
+        block.wait_for_unit(own_turns * 2 - 1);
+#if PIPELINED
+        rows.add_values(shared.ring[(own_turns * 2 - 1) % STAGES].tiles[key_group]);
+#else
         rows.add_values(shared.ring[(own_turns - 1) % STAGES].values[key_group]);
+#endif
         rows.end_values();
     }
 #endif
