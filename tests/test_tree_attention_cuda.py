@@ -262,6 +262,21 @@ def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cl
     assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
 
 
+def test_triton_deals_out_what_does_not_run_at_once(monkeypatch):
+    monkeypatch.setattr(cuda_kernel, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(cuda_kernel, "clusters_at_a_time", lambda device, size: sum(n // size for n in PARTS_OF_A_CHIP))
+    cuda_kernel.chosen.cache_clear()
+
+    def at_once(requests, nodes, heads=32, kv_heads=8):
+        q = torch.empty(requests * nodes, heads, 128, dtype=BFLOAT, device="meta")
+        ancestors = torch.empty(requests, nodes, 8, dtype=torch.int32, device="meta")
+        return cuda_kernel.runs_at_once(q, torch.empty(1, kv_heads, 128, device="meta"), ancestors)
+
+    assert at_once(1, 64) and at_once(1, 256) and at_once(8, 16) and at_once(4, 64, kv_heads=4)
+    assert not at_once(8, 64) and not at_once(16, 16) and not at_once(4, 256)
+    cuda_kernel.chosen.cache_clear()
+
+
 VARIANTS = [
     Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, **FORMS[form])
     for dtype, group, row_groups, cluster, capped, dependent, head_dim, forms in (

@@ -193,6 +193,8 @@ def supported(
 
 # What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows of 128.
 BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
+# The fastest form of wgmma by head dimension, as measured.
+FORMS = {128: {"overlap": True}, 256: {}}
 
 
 def choose(
@@ -213,7 +215,7 @@ def choose(
     clusters_at_a_time: of a size, how many clusters the device runs together.
     """
     row_groups = 1 if num_nodes * group <= 64 and head_dim == 128 else 2
-    clusters = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))
+    clusters = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))  # as grid_of has them
     tiles = -(-(ASSUMED_PREFIX + num_nodes) // TILE)
 
     def time(size: int) -> float:
@@ -223,8 +225,8 @@ def choose(
     sizes = [size for size in range(least, MOST_PORTABLE_CLUSTER + 1) if clusters_at_a_time(size)]
     at_once = [size for size in sizes if clusters <= clusters_at_a_time(size)]
     cluster = max(at_once) if at_once else min(sizes, key=time)
-    overlap = wgmma and head_dim == 128
-    return Variant(dtype, group, row_groups, cluster, capped, wgmma, overlap, head_dim=head_dim)
+    form = FORMS[head_dim] if wgmma else {}
+    return Variant(dtype, group, row_groups, cluster, capped, wgmma, head_dim=head_dim, **form)
 
 
 def tree_attention_cuda(
@@ -330,6 +332,16 @@ def chosen(
     """`choose`'s for a device."""
     wgmma, at_a_time = architecture(device) == "sm_90a", functools.partial(clusters_at_a_time, device)
     return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, at_a_time)
+
+
+def runs_at_once(q: torch.Tensor, k_pool: torch.Tensor, ancestors: torch.Tensor, logit_cap: float = 0.0) -> bool:
+    """Whether all blocks of the chosen variant run together. Where they do not, the Triton kernel, which deals tiles out
+    evenly, is the faster one: 99 us against 110 for 8 requests of 64 nodes at 4096 tokens."""
+    (num_requests, num_nodes), num_kv_heads, device = ancestors.shape[:2], k_pool.shape[1], q.device.index
+    group = q.shape[1] // num_kv_heads
+    variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, q.shape[2], logit_cap > 0)
+    blocks, heads, requests = grid_of(variant, num_requests, num_nodes, num_kv_heads)
+    return blocks // variant.cluster * heads * requests <= clusters_at_a_time(device, variant.cluster)
 
 
 @functools.cache

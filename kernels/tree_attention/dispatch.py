@@ -59,8 +59,8 @@ def tree_attention(
     sliding_window  key j is seen iff position_i - position_j <= sliding_window; -1 for none
     sinks           [Hq] float: one more logit a head in the softmax's denominator
     out             [R * N, Hq, Dv], written and returned; allocated where None
-    implementation  None: for CUDA tensors "cuda" where `cuda_kernel.supported` says so (shapes, dtypes and the device
-                    decide) and no config is given, else "triton"; "naive" for others
+    implementation  None: for CUDA tensors "cuda" where `cuda_kernel.supported` and `runs_at_once` say so (shapes, dtypes
+                    and the device decide) and no config is given, else "triton"; "naive" for others
     scratch, config for the Triton kernel: buffers kept across calls, and tiles other than the table's
 
     Raises ValueError for inputs that break this contract, UnsupportedTreeAttention for those that the chosen kernel
@@ -89,7 +89,8 @@ def tree_attention(
         q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sliding_window, sinks, out
     )
     if implementation is None:
-        implementation = "naive" if not q.is_cuda else "cuda" if serves and config is None else "triton"
+        by_cuda = serves and config is None and cuda_kernel.runs_at_once(q, k_pool, ancestors, logit_cap)
+        implementation = "naive" if not q.is_cuda else "cuda" if by_cuda else "triton"
     if implementation == "naive":
         return tree_attention_naive(*arguments)
     if implementation == "cuda":
