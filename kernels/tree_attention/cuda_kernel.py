@@ -193,8 +193,8 @@ def supported(
 
 # What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows of 128.
 BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
-# The fastest form of wgmma by head dimension, as measured.
-FORMS = {128: {"overlap": True}, 256: {}}
+# The fastest form of wgmma by head dimension, as measured on an H200 (docs/performance.md).
+FORMS = dict.fromkeys((128, 256), {"pipelined": True, "lazy": True, "readers_fence": True})
 
 
 def choose(
