@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sgl_specflow.eval.merge import KEY, main, merge
+from sgl_specflow.eval.merge import main, merge
 
 
 def row(drafter, budget, length, **more):
@@ -74,7 +74,14 @@ def test_step_times_merge_with_their_profiles_and_plain_rows_of_each_backend():
     assert merged["profiles"] == [profile | {"step_us": 6.5, "run": 0}]
 
 
-@pytest.mark.parametrize("name", KEY)
+WHAT_WAS_MEASURED = """
+drafter method head causal loss data weaver weaver_width weaver_rounds fp8_draft dataset budget engine batch
+model algorithm context server tensor_parallel requests nodes heads key_heads value_heads kv_heads head_dim state_dtype
+implementation width rounds plain_batch layer features depth page_size
+"""
+
+
+@pytest.mark.parametrize("name", WHAT_WAS_MEASURED.split())
 def test_rows_that_differ_in_what_was_measured_stay_beside_each_other(name):
     one, two = {"meta": {"date": "1"}, "rows": [{name: 1}]}, {"meta": {"date": "2"}, "rows": [{name: 2}]}
     assert merge([one, two])["rows"] == [{name: 1, "run": 0}, {name: 2, "run": 1}]
