@@ -4,11 +4,13 @@
 
 The first file is written (and made, if it is missing); the others are added to it in their order. The result holds `runs`,
 the `meta` of each file that still has a row, and each row's `run`, an index into them; profiles of steps are kept alike.
-A row replaces an earlier one that says what was measured in the same words (KEY).
+Rows replace those of earlier files that say what was measured in the same words (KEY); rows of one file never replace each
+other. What else a file holds (`drift`, `steps`, `failures`) stays until a later file has its own.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 KEY = (
@@ -18,6 +20,7 @@ KEY = (
     # Times of steps and kernels.
     *("model", "algorithm", "context", "server", "tensor_parallel", "requests", "nodes", "heads", "key_heads"),
     *("value_heads", "kv_heads", "head_dim", "state_dtype", "implementation", "width", "rounds", "plain_batch"),
+    *("layer", "features", "depth", "page_size"),
 )
 LISTS = ("rows", "profiles")
 
@@ -29,27 +32,51 @@ def _key(item: dict) -> tuple:
 
 
 def merge(results: list[dict]) -> dict:
-    """{"meta", "runs", "rows"} of result files, and "profiles" where one has any; later ones in the place of earlier ones
-    of the same KEY.
+    """{"meta", "runs", "rows"} of result files, and "profiles" where one has any; a later file's in the place of earlier
+    files' of the same KEY.
 
     `meta` is the last run's, for readers that know of one only.
     """
-    kept: dict[str, dict[tuple, tuple[dict, dict]]] = {name: {} for name in LISTS}
+    kept: dict[str, dict[tuple, list[tuple[dict, dict]]]] = {name: {} for name in LISTS}
+    others: dict = {}
     for result in results:
-        known = result.get("runs", [result["meta"]])
+        known = result["runs"] if "runs" in result else [result["meta"]]
         for name in LISTS:
-            kept[name] |= {_key(item): (known[item.get("run", 0)], item) for item in result.get(name, [])}
+            of_file: dict[tuple, list[tuple[dict, dict]]] = {}
+            for item in result.get(name, []):
+                of_file.setdefault(_key(item), []).append((known[item.get("run", 0)], item))
+            kept[name] |= of_file
+        others |= {name: part for name, part in result.items() if name not in (*LISTS, "meta", "runs")}
+    flat = {name: [pair for group in groups.values() for pair in group] for name, groups in kept.items()}
     runs = []
-    for items in kept.values():
-        for meta, _ in items.values():
+    for pairs in flat.values():
+        for meta, _ in pairs:
             if meta not in runs:
                 runs.append(meta)
     lists = {
-        name: [item | {"run": runs.index(meta)} for meta, item in items.values()]
-        for name, items in kept.items()
-        if items or name == "rows"
+        name: [item | {"run": runs.index(meta)} for meta, item in pairs]
+        for name, pairs in flat.items()
+        if pairs or name == "rows"
     }
-    return {"meta": runs[-1] if runs else {}, "runs": runs, **lists}
+    return {"meta": runs[-1] if runs else {}, "runs": runs, **lists, **others}
+
+
+def read(path: Path) -> dict:
+    """A result file. Raises ValueError, which names it, for one that cannot be merged."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): give a file of eval/results") from error
+    try:
+        runs = result["runs"] if "runs" in result else [result["meta"]]
+        whole = all(0 <= item.get("run", 0) < len(runs) for name in LISTS for item in result.get(name, []))
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole or "rows" not in result:
+        raise ValueError(
+            f"{path} is no result file: give one with `meta` or `runs`, and `rows` whose `run` is one of them"
+        )
+    return result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,7 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="+", help="what is added to it")
     options = parser.parse_args(arguments)
     known = [options.out] if options.out.exists() else []
-    result = merge([json.loads(path.read_text()) for path in [*known, *options.files]])
+    try:
+        result = merge([read(path) for path in [*known, *options.files]])
+    except ValueError as error:
+        print(f"sgl_specflow: {error}", file=sys.stderr)
+        return 1
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{options.out}: {len(result['rows'])} rows of {len(result['runs'])} runs")
     return 0

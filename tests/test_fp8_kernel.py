@@ -21,6 +21,7 @@ from sgl_specflow.kernels.fp8_linear_cuda import (
     MOST_STAGES,
     Variant,
     alternatives,
+    block_time,
     choose,
     fits,
     row_tiles_of,
@@ -172,6 +173,28 @@ def test_a_hopper_gpus_multiprocessors_are_shared_evenly(rows, features, depth):
     # At least 96 percent of them work at a time, each on whole steps of the depth.
     assert features * depth >= 0.96 * 132 * turns * variant.tile * depth / variant.cluster
     assert depth % (variant.cluster * fp8_linear_cuda.WARPS * fp8_linear_cuda.CHUNK) == 0
+
+
+@pytest.mark.parametrize(
+    "features, depth, forms",  # (cluster, tile) at 16, 32 and 64 rows
+    [
+        (4096, 4096, [(1, 32), (4, 128), (2, 64)]),
+        (24576, 4096, [(1, 64), (2, 128), (1, 64)]),
+        (4096, 12288, [(1, 32), (4, 128), (2, 64)]),
+        (151936, 4096, [(1, 128), (1, 128), (1, 64)]),
+    ],
+)
+def test_an_h200_gets_the_forms_that_were_found_fastest_on_one(features, depth, forms):
+    """Qwen3-8B's products. Whoever changes how forms are chosen has measured again: `eval fp8_linear --sweep`."""
+    chosen = [choose(BFLOAT, rows, depth, features, 132) for rows in (16, 32, 64)]
+    assert [(variant.cluster, variant.tile) for variant in chosen] == forms
+
+
+def test_x_that_is_kept_is_copied_once():
+    once, again = (Variant(BFLOAT, 1, 1, 128, 2, kept) for kept in (steps_of(4096, 1), 0))
+    turns = -(-151936 // 128 // 132)
+    difference = block_time(again, 4096, 151936, 132) - block_time(once, 4096, 151936, 132)
+    assert difference == (turns - 1) * 16 * 2 * 4096
 
 
 def test_what_cannot_be_copied_in_whole_vectors_is_left_to_the_other_kernel():

@@ -72,6 +72,24 @@ def test_a_node_is_convolved_along_its_own_path(rows, with_bias, implementation)
     assert not inputs[1, len(rows)].any()
 
 
+def test_more_channels_than_a_program_serves(implementation):
+    """Three programs a node of the convolution, two a layer of the commit; the naive one against itself is no news."""
+    rows, channels = [parents("wide", 6)], 1100
+    x, window, inputs, slots, weight, bias = make(rows, channels, torch.float32)
+    other = x.clone(), window.clone(), inputs.clone()
+    table = nearest_ancestors(trees(rows), 3)
+    path, length = torch.tensor([[0, 1]]).to(DEVICE), torch.tensor([2]).to(DEVICE)
+    results = []
+    for (own_x, own_window, own_inputs), kind in (((x, window, inputs), implementation), (other, "naive")):
+        out = tree_conv(
+            own_x, own_window[1], slots, table, weight, bias, inputs=own_inputs[1], implementation=kind
+        )  # fmt: skip
+        commit_windows(own_window, own_inputs, slots, path, length, implementation=kind)
+        results.append((out, own_inputs, own_window))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+
+
 def test_a_request_without_a_slot_is_left_out(implementation):
     rows = [parents("wide", 9), parents("chain", 9)]
     x, window, inputs, slots, weight, _ = make(rows, 24, torch.float32)

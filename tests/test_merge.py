@@ -1,7 +1,9 @@
 """`eval merge`: rows of several runs in one file, each with the run that measured it."""
 
 import json
+from pathlib import Path
 
+import pytest
 from sgl_specflow.eval.merge import main, merge
 
 
@@ -70,3 +72,62 @@ def test_step_times_merge_with_their_profiles_and_plain_rows_of_each_backend():
         ("jetflow", "fa3", 4096, 9.0, 0),
     ]  # fmt: skip
     assert merged["profiles"] == [profile | {"step_us": 6.5, "run": 0}]
+
+
+WHAT_WAS_MEASURED = """
+drafter method head causal loss data weaver weaver_width weaver_rounds fp8_draft dataset budget engine batch
+model algorithm context server tensor_parallel requests nodes heads key_heads value_heads kv_heads head_dim state_dtype
+implementation width rounds plain_batch layer features depth page_size
+"""
+
+
+@pytest.mark.parametrize("name", WHAT_WAS_MEASURED.split())
+def test_rows_that_differ_in_what_was_measured_stay_beside_each_other(name):
+    one, two = {"meta": {"date": "1"}, "rows": [{name: 1}]}, {"meta": {"date": "2"}, "rows": [{name: 2}]}
+    assert merge([one, two])["rows"] == [{name: 1, "run": 0}, {name: 2, "run": 1}]
+    assert merge([one, one | {"meta": {"date": "2"}}])["rows"] == [{name: 1, "run": 0}]
+
+
+def test_every_shipped_result_survives_being_merged():
+    """Rows of one file that no name tells apart, and what stands beside the rows, are kept."""
+    files = sorted((Path(__file__).parent.parent / "eval" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        result = json.loads(file.read_text())
+        merged = merge([{"meta": {"date": "before"}, "rows": [{"layer": "other"}], "drift": 1}, result])
+        assert result.keys() - {"meta", "runs"} <= merged.keys()
+        for name, part in result.items():
+            if name == "rows":
+                assert len(merged["rows"]) == len(part) + 1, file.name
+            elif name == "profiles":
+                assert len(merged[name]) == len(part), file.name
+            elif name not in ("meta", "runs"):
+                assert merged[name] == part, file.name
+
+
+def test_the_command_extends_its_file_and_a_list_that_nobody_has_is_left_out(tmp_path):
+    for name, length in (("out", 1.0), ("more", 2.0)):
+        (tmp_path / name).write_text(json.dumps({"meta": {"date": name}, "rows": [row(name, 1, length)]}))
+    assert main([str(tmp_path / "out"), str(tmp_path / "more")]) == 0
+    result = json.loads((tmp_path / "out").read_text())
+    assert [r["drafter"] for r in result["rows"]] == ["out", "more"] and "profiles" not in result
+
+
+BAD = [
+    "{",
+    "[]",
+    "{}",
+    '{"rows": []}',
+    '{"meta": {}, "rows": [1]}',
+    '{"meta": {}, "rows": [{"run": 1}]}',
+    '{"runs": []}',
+    '{"meta": {}, "rows": 3}',
+]
+
+
+@pytest.mark.parametrize("text", [None, *BAD])
+def test_a_file_that_holds_no_results_is_refused_by_name_and_nothing_is_written(tmp_path, capsys, text):
+    if text is not None:
+        (tmp_path / "bad.json").write_text(text)
+    assert main([str(tmp_path / "out.json"), str(tmp_path / "bad.json")]) == 1
+    assert "bad.json" in capsys.readouterr().err and not (tmp_path / "out.json").exists()

@@ -146,6 +146,7 @@ def test_defaults_come_from_the_head(causal, bidirectional):
         '{"weaver_rounds": 2.5}',
         '{"weaver_pool": 1.5}',
         '{"weaver_temperature": "hot"}',
+        '{"weaver_pool": ' + "1" * 5000 + "}",
     ],
 )
 def test_unknown_options_are_refused(monkeypatch, text):

@@ -10,7 +10,9 @@ from training_cases import MASK, PROMPT, tiny_model
 from transformers import AutoTokenizer
 
 from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.training.__main__ import main
 from sgl_specflow.training.config import EvaluateConfig, HeadShape, RegenerateConfig, TrainConfig, load
+from sgl_specflow.training.evaluate import continuations
 from sgl_specflow.training.lockstep import LockstepGenerator
 from sgl_specflow.training.prompts import Prompt, TestRows, chat_tokens, openings, self_written, train_prompts
 from sgl_specflow.training.regenerate import corpus_responses, regenerate
@@ -210,6 +212,90 @@ def test_other_configs_refuse_too(tmp_path):
         load(RegenerateConfig, None, ["target=t", "data=d", "out=o", "backend=vllm"])
     with pytest.raises(SpecflowConfigError, match="cannot be read"):
         load(EvaluateConfig, tmp_path / "none.yaml", [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "steps=0", "steps=-1", "minutes=-1", "minutes=.nan", "rows=0", "anchors=0", "loss_chunk=0", "row_tokens=-5",
+        "decay=0", "teacher_temperature=0", "learning_rate=.nan", "gradient_clip=-1", "warm_up=2", "ema=1.0", "reveal=-1",
+        "seed=-1", "weight_decay=-1", "validation_budgets=[16, 1]", "validation_responses=0", "dtype=int8",
+    ],
+)  # fmt: skip
+def test_a_train_value_out_of_range_is_refused_by_name(words):
+    """A negative number of steps, for one, would never be reached."""
+    name = words.split("=")[0]
+    with pytest.raises(SpecflowConfigError, match=f"given {name} "):
+        load(TrainConfig, None, ["target=t", "responses=[r]", "out=o", "steps=5", words])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sources=[]", "repeats={tweets: 2}", "repeats={mbpp: 0}", "self_written=-1", "held_out=-1", "temperature=-1",
+        "temperature=.nan", "max_new_tokens=0", "max_prompt_tokens=0", "shard=0", "minutes=-1",
+    ],
+)  # fmt: skip
+def test_a_regenerate_value_out_of_range_is_refused_by_name(words):
+    name = words.split("=")[0]
+    with pytest.raises(SpecflowConfigError, match=f"given {name} "):
+        load(RegenerateConfig, None, ["target=t", "data=d", "out=o", words])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "heads=[]", "datasets=[]", "datasets=[tweets]", "rows=0", "rows=-1", "budgets=[16, 1]", "path_refresh=[2]",
+        "width=0", "max_new_tokens=1", "weaver_widths=[-1]", "weavers={h/: w}", "dtype=int8",
+    ],
+)  # fmt: skip
+def test_an_evaluate_value_out_of_range_is_refused_by_name(words):
+    """A Weaver of a folder that no head is spelled like would silently not be measured."""
+    name = words.split("=")[0]
+    with pytest.raises(SpecflowConfigError, match=f"given {name} "):
+        load(EvaluateConfig, None, ["target=t", "data=d", "heads=[h]", "out=o", words])
+
+
+@pytest.mark.parametrize(
+    "text, words, message",
+    [
+        ("- a", ["steps=3"], "steps=3, where .* has no names"),
+        ("head: x", ["head.layers=3"], "head.layers=3, where .* has no names"),
+        ("steps: 3", ["steps.x.y=3"], "steps.x.y=3, where .* has no names"),
+        ("1: a\nb: c", [], "1, 'b'"),
+        ("", ["steps=["], "steps=\\["),
+        (b"\xff\xfe\x00", [], "cannot be read"),
+    ],
+)
+def test_a_config_of_another_form_is_refused(tmp_path, text, words, message):
+    (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SpecflowConfigError, match=message):
+        load(TrainConfig, tmp_path / "run.yaml", words)
+
+
+def test_kept_continuations_of_other_data_sets_are_refused(folder, tokenizer, tmp_path):
+    save_responses([Response("gsm8k", torch.tensor([1, 2, 3]), 1, True)], tmp_path / "kept.npz")
+    words = ["target=t", f"data={folder}", "heads=[h]", "out=o", f"continuations={tmp_path}/kept.npz"]
+    assert len(continuations(load(EvaluateConfig, None, [*words, "datasets=[gsm8k]"]), tokenizer, None)) == 1
+    with pytest.raises(SpecflowConfigError, match="no answer to mbpp, mt_bench"):
+        continuations(load(EvaluateConfig, None, words), tokenizer, None)
+
+
+def test_a_file_that_holds_no_responses_is_refused(tmp_path):
+    (tmp_path / "other.npz").write_text("steps: 3")
+    with pytest.raises(SpecflowConfigError, match="other.npz, which cannot be read as responses"):
+        load_responses(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["regenerate", "train"])
+def test_the_command_names_a_target_that_is_not_there(tmp_path, folder, monkeypatch, capsys, command):
+    save_responses([Response("gsm8k", torch.tensor([1, 2, 3, 4]), 1, False)], tmp_path / "r.npz")
+    words = ["backend=lockstep", f"data={folder}"]
+    if command == "train":
+        words = [f"responses=[{tmp_path}/r.npz]", "steps=1"]
+    monkeypatch.setattr("sys.argv", ["training", command, f"target={tmp_path}/none", f"out={tmp_path}/out", *words])
+    assert main() == 1
+    assert f"given the target {tmp_path}/none" in capsys.readouterr().err
 
 
 def test_a_head_cannot_read_the_targets_last_layer():

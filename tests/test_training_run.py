@@ -71,7 +71,20 @@ def test_an_interrupted_run_goes_on_bit_for_bit(target, tmp_path, changes):
     for name, tensor in whole.exported.items():
         assert torch.equal(second.exported[name], tensor), name
     with pytest.raises(SpecflowConfigError, match="checkpoint of another head"):
-        trainer(target, responses, head=dict(layers=1)).load(tmp_path / "checkpoint.pt")
+        trainer(target, responses, **changes, head=dict(layers=1)).load(tmp_path / "checkpoint.pt")
+    for name, value in (("loss", "reverse_kl"), ("seed", 7), ("ema", 0.5)):
+        with pytest.raises(SpecflowConfigError, match=f"a run with other {name}"):
+            trainer(target, responses, **(changes | {name: value})).load(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("content", [None, b"junk", b"steps: 3"])
+def test_a_file_that_is_no_checkpoint_is_refused(target, tmp_path, content):
+    if content is not None:
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(SpecflowConfigError, match="cannot be read as a checkpoint"):
+        trainer(target, answers(target, 2, 8)).load(tmp_path / "checkpoint.pt")
+    with pytest.raises(SpecflowConfigError, match="cannot be read as a checkpoint"):
+        trainer(target, answers(target, 2, 8), initial=str(tmp_path / "checkpoint.pt"))
 
 
 TWO_PROCESSES = """

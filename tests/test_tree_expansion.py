@@ -175,4 +175,22 @@ def test_values_at_the_ends():
     check(drafter, 40, 6, 3, 11, [3, 2])
 
 
+@pytest.mark.skipif(INTERPRETING, reason="the plain builder's own")
+def test_scores_that_float32_cannot_tell_apart_are_told_apart():
+    """Two children of two nodes, 2^-20 apart at 33 nats: the better one is the later."""
+    step = 2.0**-20
+    known = plain.Known(
+        torch.zeros(4, 1, 4, dtype=torch.int64), torch.tensor([[0.0, -3.0, -3.0 - step, -torch.inf]]).double()
+    )
+    known.score[0, 2] = -3.0 - step
+    one = torch.ones(1, 2, dtype=torch.int64)
+    inside = torch.eye(2, dtype=torch.bool)[None]
+    nodes = plain.Expansion(1, 10 * one, 0 * one, one, 0 * one, inside)
+    chosen = plain.Chosen(nodes, torch.tensor([[1, 2]]), known.score[:, 1:3].clone(), inside[:, 0] & False, 2 * one)
+    log_probs = torch.tensor([[[-30.0 - 2 * step], [-30.0]]])
+    after = plain.absorb(known, chosen, log_probs, torch.full((1, 2, 1), 7), keep=1)
+    assert after.score[0].tolist() == [0.0, -3.0, -3.0 - step, -33.0 - step]
+    assert after.fields[:, 0, 3].tolist() == [7, 2, 2, -1]
+
+
 COMPILED = len(SIZES) + 2

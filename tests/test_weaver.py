@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from sgl_specflow.eval import weaver as weaver_benchmark
+from sgl_specflow.eval.shapes import WEAVER_27B
 from test_conditional_tree import paths_of
 from weavers import random_weaver, weaver_config
 
@@ -277,7 +278,7 @@ def test_a_shallower_tree_reads_a_shorter_prefix_and_fewer_pools(case):
 
 
 def test_the_benchmarks_shape_has_the_published_size():
-    shapes = expected_shapes(weaver_benchmark.SHAPE).values()
+    shapes = expected_shapes(WEAVER_27B).values()
     assert round(sum(torch.Size(shape).numel() for shape in shapes) / 1e6, 1) == 56.7
 
 
@@ -347,6 +348,9 @@ BAD_CONFIGS = {
     "encoder_mode 2": {"encoder_mode": 2},
     "activation 'gelu'": {"activation": "gelu"},
     "rope_base -1": {"rope_base": -1},
+    "rope_base inf": {"rope_base": float("inf")},
+    "rope_base 1000": {"rope_base": 10**400},
+    "encoder_mode tensor": {"encoder_mode": torch.tensor([3, 3])},
     "num_heads 3": {"num_heads": 3},
 }
 
@@ -381,6 +385,12 @@ def bad_file(path, how):
         tensors["pos_emb"] = torch.zeros(7, 32)
     elif how == "wrong shape":
         tensors["blocks.1.down_proj.weight"] = torch.zeros(3, 3)
+    elif how == "whole numbers":
+        tensors["out_norm.bias"] = tensors["out_norm.bias"].long()
+    elif how == "sparse":
+        tensors["token_in.weight"] = tensors["token_in.weight"].to_sparse()
+    elif how == "empty":
+        tensors["out_norm.bias"] = tensors["out_norm.bias"].to("meta")
     elif how == "no tensor":
         tensors["out_norm.bias"] = 3
     torch.save(payload, path)
@@ -396,6 +406,9 @@ BAD_FILES = {
     "missing tensor": "missing out_norm.bias",
     "older layout": "unexpected pos_emb",
     "wrong shape": "blocks.1.down_proj.weight is",
+    "whole numbers": "out_norm.bias are no dense floating-point weights",
+    "sparse": "token_in.weight are no dense floating-point weights",
+    "empty": "out_norm.bias are no dense floating-point weights",
     "no tensor": "no tensor at out_norm.bias",
     "cut off": "cannot be read|no torch file",
     "text": "no torch file",
@@ -410,8 +423,21 @@ def test_a_file_that_is_no_weaver_is_refused(tmp_path, how):
     assert "weaver.pt" in str(error.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_finite_numbers_are_refused(tmp_path, value):
+    """From a NaN on, every score is dead: trees would be their root alone, and nobody told."""
+    config = weaver_config()
+    tensors = random_weaver(config, dtype=torch.float32)
+    tensors["blocks.1.o_proj.weight"][3, 4] = value
+    save_weaver(tmp_path / "ours", config, tensors)
+    torch.save({"config": config.to_dict(), "state_dict": tensors}, tmp_path / "weaver.pt")
+    for place in ("ours", "weaver.pt"):
+        with pytest.raises(SpecflowConfigError, match="no finite numbers in blocks.1.o_proj.weight"):
+            load_weaver(tmp_path / place)
+
+
 def test_paths_that_hold_no_weaver_are_refused(tmp_path):
-    for path in (tmp_path / "nothing", tmp_path, "./x/y"):
+    for path in (tmp_path / "nothing", tmp_path, "./x/y", "~nobody-of-that-name/x", "x" * 5000, "/" + "x" * 5000):
         with pytest.raises(SpecflowConfigError, match="Weaver"):
             find_weaver(path)
     (tmp_path / "config.json").write_text("{")

@@ -56,7 +56,7 @@ class Options:
         )
         try:
             given = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a ValueError of its own for an integer of thousands of digits
             raise _refusal(f"{OPTIONS_VARIABLE}={text[:200]!r}, which is no JSON ({error})", allowed) from error
         if not isinstance(given, dict):
             raise _refusal(f"{OPTIONS_VARIABLE}={text!r}", allowed)
@@ -171,7 +171,8 @@ class TreeSettings:
         else:
             options.refuse_weaver_options(algorithm)
         depth = greatest if depth is None else depth
-        _in_range("--speculative-num-steps", depth, 1, greatest, "depths that this head predicts in one pass")
+        whose = "this Weaver reads (its K)" if weaver else "this head predicts in one pass"
+        _in_range("--speculative-num-steps", depth, 1, greatest, f"depths that {whose}")
         width = min(DEFAULT_WIDTH, head.vocab_size) if width is None else width
         _in_range("--speculative-eagle-topk", width, 1, min(256, head.vocab_size), "children considered a depth")
         if algorithm in (JETFLOW, JETSPEC) and not head.causal_head:

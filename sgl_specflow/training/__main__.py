@@ -26,13 +26,12 @@ def _config(kind, words: list[str]):
 
 
 def regenerate(words: list[str]) -> None:
-    import transformers
-
     from sgl_specflow.training.regenerate import EngineGenerator
     from sgl_specflow.training.regenerate import regenerate as run
+    from sgl_specflow.training.target_states import load_tokenizer
 
     config = _config(RegenerateConfig, words)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.target)
+    tokenizer = load_tokenizer(config.target)
     if config.backend == "engine":
         generate = EngineGenerator(config.target, config.engine_flags)
         try:
@@ -72,18 +71,16 @@ def export(words: list[str]) -> None:
 
 
 def evaluate(words: list[str]) -> None:
-    import transformers
-
     from sgl_specflow.drafter.config import HeadConfig
     from sgl_specflow.training.evaluate import continuations, table
     from sgl_specflow.training.evaluate import evaluate as measure
-    from sgl_specflow.training.target_states import FrozenTarget
+    from sgl_specflow.training.target_states import FrozenTarget, load_tokenizer
 
     config = _config(EvaluateConfig, words)
     for head in config.heads:
         HeadConfig.load(head)  # before anything is computed
     model, generate = _lockstep(config.target, 0, config.dtype)
-    answers = continuations(config, transformers.AutoTokenizer.from_pretrained(config.target), generate)
+    answers = continuations(config, load_tokenizer(config.target), generate)
     print(table(measure(config, FrozenTarget(model, ()), answers)))
 
 
@@ -151,6 +148,9 @@ def main() -> int:
         COMMANDS[sys.argv[1]](sys.argv[2:])
     except SpecflowConfigError as error:
         print(error, file=sys.stderr)
+        return 1
+    except FileNotFoundError as error:
+        print(f"sgl_specflow: given {error.filename}, which is not there. To do: give its path.", file=sys.stderr)
         return 1
     return 0
 

@@ -19,6 +19,8 @@ from sgl_specflow.drafter.make import head_config
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.training.losses import KINDS
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -123,6 +125,16 @@ class TrainConfig:
     def __post_init__(self):
         _choice("loss", self.loss, KINDS)
         _choice("optimizer", self.optimizer, ("muon", "adamw"))
+        _choice("dtype", self.dtype, DTYPES)
+        _at_least(self, 1, "steps", "rows", "anchors", "loss_chunk", "row_tokens", "validation_responses")
+        _at_least(self, 2, "validation_budgets")
+        _at_least(self, 0, "weight_decay", "validate_minutes", "checkpoint_minutes", "seed", "vector_learning_rate")
+        _above_0(self, "minutes", "teacher_temperature", "decay", "learning_rate", "gradient_clip")
+        for name in ("reveal", "warm_up", "ema"):
+            if not 0 <= getattr(self, name) <= 1:
+                _out_of_range(name, getattr(self, name), "0 to 1")
+        if self.ema == 1:
+            _out_of_range("ema", self.ema, "a decay below 1, or 0 for no average")
         if self.anchors % self.loss_chunk and self.anchors > self.loss_chunk:
             raise SpecflowConfigError(
                 given=f"anchors {self.anchors} and loss_chunk {self.loss_chunk}",
@@ -166,8 +178,13 @@ class RegenerateConfig:
 
     def __post_init__(self):
         _choice("backend", self.backend, ("engine", "lockstep"))
-        for source in self.sources:
-            _choice("sources", source, ("gsm8k", "mbpp", "self_written"))
+        _not_empty("sources", self.sources)
+        for name in ("sources", "repeats"):
+            for source in getattr(self, name):
+                _choice(name, source, ("gsm8k", "mbpp", "self_written"))
+        _at_least(self, 1, "repeats", "max_new_tokens", "max_prompt_tokens", "shard")
+        _at_least(self, 0, "self_written", "held_out", "minutes", "seed")
+        _above_0(self, "temperature")
 
 
 @dataclass(frozen=True)
@@ -201,6 +218,20 @@ class EvaluateConfig:
     dtype: str = "auto"
     commit: str = ""
     fp8_draft: bool = False
+
+    def __post_init__(self):
+        _choice("dtype", self.dtype, DTYPES)
+        _not_empty("heads", self.heads)
+        _not_empty("datasets", self.datasets)
+        for dataset in self.datasets:
+            _choice("datasets", dataset, ("gsm8k", "mbpp", "mt_bench"))
+        for head in self.weavers:
+            _choice("weavers of the head", head, tuple(self.heads))
+        _at_least(self, 1, "rows", "width")
+        # An answer of one token has no verify pass; a tree of one node drafts nothing, and a refresh halves its tree first.
+        _at_least(self, 2, "budgets", "max_new_tokens")
+        _at_least(self, 4, "path_refresh")
+        _at_least(self, 0, "weaver_widths")
 
 
 @dataclass(frozen=True)
@@ -250,7 +281,7 @@ def load(kind: type[_Config], path: str | Path | None, overrides: list[str]) -> 
     if path is not None:
         try:
             given = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise SpecflowConfigError(
                 given=f"{path}, which cannot be read ({error})", allowed="a YAML mapping", todo="give the run's config"
             ) from error
@@ -259,8 +290,22 @@ def load(kind: type[_Config], path: str | Path | None, overrides: list[str]) -> 
         *above, last = name.split(".")
         place = given
         for part in above:
-            place = place.setdefault(part, {})
-        place[last] = yaml.safe_load(value)
+            place = place.setdefault(part, {}) if isinstance(place, dict) else None
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise SpecflowConfigError(
+                given=f"{word} ({_one_line(error)})",
+                allowed="name=value with a YAML value",
+                todo="mend or quote the value",
+            ) from error
+        if not isinstance(place, dict):
+            raise SpecflowConfigError(
+                given=f"{word}, where {path or 'the command line'} has no names",
+                allowed="name=value, and a dot where a mapping is, as in head.layers=5",
+                todo="mend the name, or make it a mapping",
+            )
+        place[last] = value
     return _build(kind, given, str(path or "the command line"))
 
 
@@ -268,7 +313,7 @@ def _build(kind: type, given: Any, source: str):
     hints = typing.get_type_hints(kind)
     fields = {item.name: item for item in dataclasses.fields(kind)}
     if not isinstance(given, dict) or set(given) - set(fields):
-        unknown = sorted(set(given) - set(fields)) if isinstance(given, dict) else given
+        unknown = sorted(set(given) - set(fields), key=str) if isinstance(given, dict) else given
         raise SpecflowConfigError(given=f"{unknown} in {source}", allowed=f"{', '.join(fields)}", todo="mend the name")
     missing = [
         name
@@ -306,3 +351,31 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise SpecflowConfigError(given=f"{name} {value!r}", allowed=", ".join(allowed), todo="give one of them")
+
+
+def _not_empty(name: str, values: list) -> None:
+    if not values:
+        _out_of_range(name, values, "one entry at least")
+
+
+def _at_least(config, least: int, *names: str) -> None:
+    """Refuse a smaller value of a field, or in one."""
+    for name in names:
+        given = getattr(config, name)
+        values = given.values() if isinstance(given, dict) else given if isinstance(given, list) else [given]
+        if not all(value >= least for value in values):  # NaN is no number of at least anything
+            _out_of_range(name, given, f"{least} or more")
+
+
+def _above_0(config, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            _out_of_range(name, getattr(config, name), "a number above 0")
+
+
+def _out_of_range(name: str, value: Any, allowed: str) -> None:
+    raise SpecflowConfigError(given=f"{name} {value!r}", allowed=allowed, todo="mend the value")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -11,6 +11,7 @@ from sgl_specflow.drafter.checkpoint import load_tensors
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.drafter.weaver import FoldedWeaver, load_weaver
+from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.kernels.fp8_linear import dequantise_rows, quantise_rows
@@ -35,7 +36,14 @@ def continuations(config: EvaluateConfig, tokenizer, generate: Callable) -> list
     """
     kept = Path(config.continuations) if config.continuations else None
     if kept and kept.exists():
-        return load_responses(kept)
+        answers = load_responses(kept)
+        if missing := sorted(set(config.datasets) - {answer.source for answer in answers}):
+            raise SpecflowConfigError(
+                given=f"continuations {kept}, which hold no answer to {', '.join(missing)}",
+                allowed="a file that a run over these data sets kept",
+                todo="give another file, or delete it",
+            )
+        return answers
     texts = [
         (dataset, chat[0]["content"])
         for dataset in config.datasets

@@ -1,5 +1,6 @@
 """Responses on disk: token ids only, in shards of compressed NumPy arrays, about 1.1 bytes a token."""
 
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,18 @@ def load_responses(places: Iterable[str | Path] | str | Path) -> list[Response]:
                 todo="run regenerate first",
             )
         files += found
-    return [response for path in files for response in _load(path)]
+    return [response for path in files for response in _checked(path)]
+
+
+def _checked(path: Path) -> list[Response]:
+    try:
+        return _load(path)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, AttributeError) as error:
+        raise SpecflowConfigError(
+            given=f"{path}, which cannot be read as responses ({type(error).__name__}: {error})",
+            allowed="a file or folder that `python -m sgl_specflow.training regenerate` wrote",
+            todo="give another, or delete it and run regenerate again",
+        ) from error
 
 
 def _load(path: Path) -> list[Response]:

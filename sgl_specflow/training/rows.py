@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.training.blocks import PackedRow
 from sgl_specflow.training.responses import Response
 
@@ -81,8 +82,10 @@ class Rows:
         self._epochs: dict[int, list[list[int]]] = {}
         longest = max(len(response.tokens) for response in responses)
         if longest > row_tokens:
-            raise ValueError(
-                f"a response has {longest} tokens and a row {row_tokens}: give row_tokens of at least that"
+            raise SpecflowConfigError(
+                given=f"row_tokens {row_tokens}",
+                allowed=f"the longest response's {longest} tokens or more",
+                todo="give row_tokens of at least that",
             )
 
     def __getitem__(self, number: int) -> Batch:

@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sgl_specflow.errors import SpecflowConfigError
+
 
 class FrozenTarget:
     """A Hugging Face causal LM, frozen, with the outputs of some decoder layers captured.
@@ -51,4 +53,22 @@ def load_model(folder: str | Path, device: str | torch.device, dtype: str = "aut
 
     if dtype == "auto":
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    return _loaded(transformers.AutoModelForCausalLM, folder, dtype=getattr(torch, dtype)).to(device)
+
+
+def load_tokenizer(folder: str | Path):
+    """The target's tokenizer."""
+    import transformers
+
+    return _loaded(transformers.AutoTokenizer, folder)
+
+
+def _loaded(kind, folder: str | Path, **more):
+    try:
+        return kind.from_pretrained(folder, **more)
+    except (OSError, ValueError) as error:
+        raise SpecflowConfigError(
+            given=f"the target {folder}, which transformers cannot load ({' '.join(str(error).split())})",
+            allowed="the folder or hub id of a Hugging Face causal language model, with its tokenizer",
+            todo="check the path",
+        ) from error

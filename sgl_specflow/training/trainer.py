@@ -233,6 +233,7 @@ class Trainer:
         torch.save(
             {
                 "head": self.head_config.raw,
+                "config": _what_steps_depend_on(self.config),
                 "weights": {name: tensor.detach() for name, tensor in self.weights.items()},
                 "average": self.average,
                 "optimizer": self.optimizer.state_dict(),
@@ -243,8 +244,17 @@ class Trainer:
         scratch.rename(path)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint of the same config. Raises SpecflowConfigError for another head."""
-        stored = torch.load(path, map_location=self.device, weights_only=True)
+        """Go on from a checkpoint of the same config. Raises SpecflowConfigError for another head, another config (what
+        ends, validates and writes a run may differ), and a file that is no checkpoint."""
+        stored = _read_checkpoint(path, self.device)
+        said = _what_steps_depend_on(self.config)
+        known = stored.get("config", said)  # older checkpoints do not say
+        if other := sorted(name for name in said if known.get(name) != said[name]):
+            raise SpecflowConfigError(
+                given=f"{path}, a checkpoint of a run with other {', '.join(other)}",
+                allowed="a checkpoint of the run that this config describes",
+                todo="give another out folder, or the run's own config",
+            )
         if stored["head"] != self.head_config.raw:
             raise SpecflowConfigError(
                 given=f"{path}, a checkpoint of another head",
@@ -283,6 +293,29 @@ def _processes() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
+def _what_steps_depend_on(config: TrainConfig) -> dict:
+    """The settings that a run may not change on its way; the head and its shape are compared apart."""
+    names = ("loss", "teacher_temperature", "decay", "reveal", "row_tokens", "anchors", "rows", "sources", "seed")
+    return {name: getattr(config, name) for name in (*names, "optimizer", "ema")}
+
+
+def _read_checkpoint(path: str | Path, device) -> dict:
+    try:
+        stored = torch.load(path, map_location=device, weights_only=True)
+        if isinstance(stored, dict) and {"head", "weights", "average", "optimizer", "progress"} <= set(stored):
+            return stored
+        reason = "it holds something else"
+    except FileNotFoundError:
+        reason = "it is not there"
+    except Exception as error:  # torch's unpickler raises whatever the bytes lead it to
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    raise SpecflowConfigError(
+        given=f"{path}, which cannot be read as a checkpoint ({reason})",
+        allowed="the checkpoint.pt of a run of `python -m sgl_specflow.training train`",
+        todo="give another place, or train first",
+    )
+
+
 def _validation_set(responses: list[Response], count: int) -> list[Response]:
     """Held-out greedy answers, the same number of each source."""
     of_source: dict[str, list[Response]] = {}
@@ -296,7 +329,7 @@ def _stored_tensors(place: str, head: HeadConfig) -> dict[str, Tensor]:
     """Float32 weights from a checkpoint.pt, or from a head's folder."""
     if Path(place).is_dir():
         return load_tensors(place, torch.float32)
-    stored = torch.load(place, map_location="cpu", weights_only=True)
+    stored = _read_checkpoint(place, "cpu")
     weights = stored["average"] or stored["weights"]
     wrong = {name: tuple(t.shape) for name, t in weights.items()} != expected_shapes(head)
     if wrong:

@@ -13,6 +13,7 @@ from sgl_specflow.errors import SpecflowConfigError
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PATTERNS = ["*.json", "*.safetensors", *(f"*{suffix}" for suffix in TORCH_SUFFIXES)]
 LAYOUT = "a Weaver (DESIGN.md section 3)"
+CHECK_PATH = "check the path"
 ALLOWED = "a torch file with 'config' and 'state_dict', or a folder with config.json and safetensors files"
 
 
@@ -44,14 +45,21 @@ def expected_shapes(config: WeaverConfig) -> dict[str, tuple[int, ...]]:
 
 def find_weaver(given: str | Path) -> Path:
     """The torch file or folder that `given` names; a hub id is fetched. Raises SpecflowConfigError."""
-    path = Path(given).expanduser()
-    if path.is_dir():
-        return _inside(path)
-    if path.is_file():
-        return path
+    try:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            return _inside(path)
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError) as error:  # a name too long, a folder not ours to read, a user without a home
+        _refuse(f"the Weaver {str(given)[:200]}, which cannot be looked up ({error})"[:600], ALLOWED, CHECK_PATH)
     text = str(given)
     if path.is_absolute() or text.startswith(".") or text.count("/") != 1 or path.suffix in TORCH_SUFFIXES:
-        _refuse(f"the Weaver {given}, which is no file and no folder", f"{ALLOWED}, or a hub id of the form owner/name")
+        _refuse(
+            f"the Weaver {given}, which is no file and no folder",
+            f"{ALLOWED}, or a hub id of the form owner/name",
+            CHECK_PATH,
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -85,13 +93,18 @@ def load_weaver(
         path: a torch file (`{"config", "state_dict"}`) or a folder that `save_weaver` wrote.
 
     Raises SpecflowConfigError for a file that cannot be read, that wants more than tensors and plain values unpickled,
-    whose config is refused by `WeaverConfig`, or whose tensors are not exactly those of its config.
+    whose config is refused by `WeaverConfig`, or whose tensors are not exactly those of its config, or no finite numbers:
+    of NaN the tree would be the root alone, step by step, and nobody told.
     """
     path = Path(path)
     if path.is_dir():
         config, tensors = load_weaver_config(path), stored_tensors(path)
     else:
         config, tensors = _read_torch_file(path)
+    finite = lambda tensor: tensor.is_floating_point() and tensor.float().isfinite().all()
+    wrong = [name for name, tensor in tensors.items() if not finite(tensor)]
+    if wrong:
+        _refuse(f"{path}, with values that are no finite numbers in {', '.join(wrong[:8])}", "finite weights")
     return config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
@@ -137,6 +150,9 @@ def _read_torch_file(path: Path) -> tuple[WeaverConfig, dict[str, torch.Tensor]]
     tensors = payload["state_dict"]
     if others := [str(name) for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]:
         _refuse(f"{path}, whose state_dict holds no tensor at {', '.join(others[:8])}", ALLOWED)
+    dense = lambda tensor: tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
+    if others := [str(name) for name, tensor in tensors.items() if not dense(tensor)]:
+        _refuse(f"{path}, whose tensors {', '.join(others[:8])} are no dense floating-point weights", ALLOWED)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     compare_shapes(shapes, expected_shapes(config), str(path), LAYOUT, FETCH_AGAIN)
     return config, tensors

@@ -10,6 +10,7 @@ MODEL_TYPE = "dflash_tfm_weaver"
 WHOLE = ("d_model", "d_embed", "d_rank", "num_layers", "num_heads", "mlp_dim", "K", "candidate_pool_size")
 # Keys of the public constructor that stand for other architectures, and the only values that are this one.
 NEUTRAL = {"encoder_mode": 3, "score_head": 4, "activation": "swiglu", "model_type": MODEL_TYPE}
+MOST_ROPE_BASE = 1e30  # its powers are float32
 FETCH_AGAIN = "download the Weaver again"
 
 
@@ -54,11 +55,12 @@ class WeaverConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 _refuse(f"{source} with {key} {value!r}", f"{key}: an integer of at least 1")
         for key, only in NEUTRAL.items():
-            if raw.get(key, only) != only:
+            value = raw.get(key, only)
+            if not isinstance(value, (int, str)) or value != only:
                 _refuse(f"{source} with {key} {raw[key]!r}", f"{key} {only!r}", "give a Weaver of that kind")
         base = raw.get("rope_base", 10000.0)
-        if isinstance(base, bool) or not isinstance(base, (int, float)) or not base > 0:
-            _refuse(f"{source} with rope_base {base!r}", "rope_base: a number above 0")
+        if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < MOST_ROPE_BASE:
+            _refuse(f"{source} with rope_base {base!r}", f"rope_base: a number above 0 and below {MOST_ROPE_BASE:g}")
         if raw["d_rank"] % (2 * raw["num_heads"]):
             _refuse(
                 f"{source} with d_rank {raw['d_rank']} and num_heads {raw['num_heads']}",
