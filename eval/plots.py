@@ -9,6 +9,7 @@ missing file is named and left out.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,14 +98,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("eval/results"), help="folder (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder (default: %(default)s)")
     options = parser.parse_args(arguments)
+    drawn = 0
     for name, charts_of in SOURCES.items():
         source = options.results / name
         if not source.exists():
             print(f"{source} is missing: left out")
             continue
-        for stem, chart in charts_of(json.loads(source.read_text())["rows"]).items():
+        try:
+            charts = charts_of(json.loads(source.read_text())["rows"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            print(f"{source} holds no rows that can be drawn ({type(error).__name__}: {error})", file=sys.stderr)
+            return 1
+        for stem, chart in charts.items():
+            drawn += 1
             target = options.out / f"{stem}.svg"
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(chart.svg())
             print(f"{source} -> {target}")
-    return 0
+    if not drawn:
+        print(
+            f"{options.results} holds nothing to draw: give --results FOLDER with {', '.join(SOURCES)}", file=sys.stderr
+        )
+    return 0 if drawn else 1

@@ -8,6 +8,7 @@ from training_cases import LAYERS, MASK, answers, tiny_target
 
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.errors import SpecflowConfigError
+from sgl_specflow.training import __main__ as command
 from sgl_specflow.training.ablations import CASES, ablate, folder_of, train_config
 from sgl_specflow.training.config import AblateConfig, HeadShape
 
@@ -15,7 +16,9 @@ from sgl_specflow.training.config import AblateConfig, HeadShape
 def config(folder, **changes) -> AblateConfig:
     shape = HeadShape(block_size=6, layers=2, intermediate_size=48, mask_token_id=MASK, target_layers=list(LAYERS))
     sizes = dict(row_tokens=256, anchors=64, loss_chunk=16, rows=3, datasets=["gsm8k"], budgets=[8], max_new_tokens=12)
-    return AblateConfig(target="", data="", responses=[], out=str(folder), steps=3, head=shape, **{**sizes, **changes})
+    return AblateConfig(
+        target="", data="", responses=["r"], out=str(folder), steps=3, head=shape, **{**sizes, **changes}
+    )
 
 
 def test_each_case_differs_from_the_first_in_what_its_name_says(tmp_path):
@@ -73,3 +76,27 @@ def test_heads_are_trained_measured_and_not_trained_again(tmp_path, monkeypatch)
         "continued-reverse_kl-T1": ("reverse_kl", "regenerated"),
     }
     assert all(row["steps"] == 3 and row["accept_length"] >= 1 for row in second["rows"])
+
+
+def test_the_command_asks_for_the_data_sets_own_prompts_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    """From the words of the command to the first case, with the pieces that need a model replaced."""
+    seen = {}
+    monkeypatch.setattr(command, "_lockstep", lambda target, seed, dtype: (tiny_target().model, "generate"))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda target: "tokenizer")
+    monkeypatch.setattr("sgl_specflow.training.responses.load_responses", lambda places: [places])
+    monkeypatch.setattr(
+        "sgl_specflow.training.evaluate.continuations", lambda config, *rest: seen.update(config=config)
+    )
+    monkeypatch.setattr(
+        "sgl_specflow.training.ablations.ablate", lambda *given: seen.update(given=given) or {"rows": []}
+    )
+    words = ["target=t", "data=d", "responses=[r]", f"out={tmp_path}", "steps=3", "rows=5", "cases=[causal-corpus]"]
+    monkeypatch.setattr("sys.argv", ["training", "ablate", *words])
+    assert command.main() == 0
+    asked = seen["config"]
+    assert (asked.rows, asked.data, asked.datasets) == (5, "d", ["gsm8k", "mbpp", "mt_bench"])
+    config_, target, model_config, responses, _, _ = seen["given"]
+    assert config_.cases == ["causal-corpus"] and model_config is target.model.config and responses == [["r"]]
+    for wrong in ("steps=0", "budgets=[1]", "datasets=[gsm9k]", "responses=[]", "teacher_temperature=0"):
+        monkeypatch.setattr("sys.argv", ["training", "ablate", *words, wrong])
+        assert command.main() == 1 and wrong.split("=")[0] in capsys.readouterr().err

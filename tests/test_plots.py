@@ -150,3 +150,15 @@ def test_missing_files_are_named_and_the_others_drawn(tmp_path, capsys):
     ElementTree.parse(tmp_path / "plots" / "accept_length_gsm8k.svg")
     missing = [line for line in capsys.readouterr().out.splitlines() if "is missing" in line]
     assert [name in line for name, line in zip(("throughput_smollm2", "step_inflation"), missing)] == [True, True]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"rows": [{}]}', "{"])
+def test_a_file_without_rows_to_draw_is_named(tmp_path, capsys, content):
+    (tmp_path / "throughput_smollm2_h200.json").write_text(content)
+    assert plots.main(["--results", str(tmp_path), "--out", str(tmp_path / "plots")]) == 1
+    assert "throughput_smollm2_h200.json holds no rows" in capsys.readouterr().err
+
+
+def test_a_folder_with_nothing_to_draw_is_an_error(tmp_path, capsys):
+    assert plots.main(["--results", str(tmp_path), "--out", str(tmp_path / "plots")]) == 1
+    assert "holds nothing to draw" in capsys.readouterr().err

@@ -281,6 +281,36 @@ def test_kept_continuations_of_other_data_sets_are_refused(folder, tokenizer, tm
         continuations(load(EvaluateConfig, None, words), tokenizer, None)
 
 
+def test_kept_continuations_of_another_number_of_prompts_are_refused(folder, tokenizer, tmp_path):
+    kept = [Response("gsm8k", torch.tensor([1, 2, 3]), 1, True)] * 2
+    save_responses(kept, tmp_path / "kept.npz")
+    words = [
+        "target=t",
+        f"data={folder}",
+        "heads=[h]",
+        "out=o",
+        f"continuations={tmp_path}/kept.npz",
+        "datasets=[gsm8k]",
+    ]
+    with pytest.raises(SpecflowConfigError, match="2 answers of gsm8k.*1 of gsm8k, as rows 200 asks"):
+        continuations(load(EvaluateConfig, None, words), tokenizer, None)
+
+
+@pytest.mark.parametrize("line", ['{"question": "How many', "[]", '{"answer": "1"}'])
+def test_a_broken_line_of_a_data_file_is_named(folder, tokenizer, tmp_path, line):
+    (tmp_path / "gsm8k_train.jsonl").write_text('{"question": "a", "answer": "b"}\n\n' + line + "\n")
+    with pytest.raises(SpecflowConfigError, match="gsm8k_train.jsonl, line 3"):
+        train_prompts(tmp_path, "gsm8k", tokenizer, 0)
+
+
+@pytest.mark.parametrize("change", [{"held_out": 1000}, {"max_prompt_tokens": 1}])
+def test_a_run_with_nothing_to_train_on_is_refused(folder, tokenizer, tmp_path, change):
+    sources = dict(sources=["gsm8k", "mbpp"], repeats={}, self_written=0)
+    config = RegenerateConfig(target="", data=str(folder), out=str(tmp_path / "out"), **sources, **change)
+    with pytest.raises(SpecflowConfigError, match="held_out"):
+        regenerate(config, lambda prompts, *_: [[1]] * len(prompts), tokenizer)
+
+
 def test_a_file_that_holds_no_responses_is_refused(tmp_path):
     (tmp_path / "other.npz").write_text("steps: 3")
     with pytest.raises(SpecflowConfigError, match="other.npz, which cannot be read as responses"):

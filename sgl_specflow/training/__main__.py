@@ -97,17 +97,7 @@ def ablate(words: list[str]) -> None:
     responses = load_responses(config.responses)
     model, generate = _lockstep(config.target, 0, config.dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.target)
-    prompts = EvaluateConfig(
-        target=config.target,
-        data=config.data,
-        heads=[],
-        out="",
-        datasets=config.datasets,
-        rows=config.rows,
-        max_new_tokens=config.max_new_tokens,
-        continuations=config.continuations,
-    )
-    answers = continuations(prompts, tokenizer, generate)
+    answers = continuations(config, tokenizer, generate)
     corpus = functools.cache(lambda: corpus_responses(config.data, tokenizer, HELD_OUT))
     print(table(run(config, FrozenTarget(model, ()), model.config, responses, corpus, answers)))
 

@@ -268,6 +268,16 @@ class AblateConfig:
     dtype: str = "auto"
     commit: str = ""
 
+    def __post_init__(self):
+        _choice("dtype", self.dtype, DTYPES)
+        _not_empty("responses", self.responses)
+        _not_empty("datasets", self.datasets)
+        for dataset in self.datasets:
+            _choice("datasets", dataset, ("gsm8k", "mbpp", "mt_bench"))
+        _at_least(self, 1, "steps", "rows", "row_tokens", "anchors", "loss_chunk")
+        _at_least(self, 2, "budgets", "max_new_tokens")
+        _above_0(self, "teacher_temperature", "learning_rate")
+
 
 _Config = typing.TypeVar("_Config")
 

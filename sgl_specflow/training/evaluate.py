@@ -1,6 +1,7 @@
 """`evaluate`: offline accept lengths of heads on test prompts, into the rows of eval/results/acceptance_*.json."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
 from sgl_specflow.kernels.fp8_linear import dequantise_rows, quantise_rows
-from sgl_specflow.training.config import EvaluateConfig
+from sgl_specflow.training.config import AblateConfig, EvaluateConfig
 from sgl_specflow.training.offline_accept import OfflineDrafter, accept_lengths, measurable, walk
 from sgl_specflow.training.prompts import chat_tokens
 from sgl_specflow.training.responses import Response, load_responses, save_responses
@@ -29,8 +30,10 @@ METHODS = {"tree": "one_pass", "conditional": "one_pass", "refresh": "path_refre
 FP8_MATRICES = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
-def continuations(config: EvaluateConfig, tokenizer, generate: Callable) -> list[Response]:
+def continuations(config: EvaluateConfig | AblateConfig, tokenizer, generate: Callable) -> list[Response]:
     """The target's greedy answers to the first `rows` prompts of each data set; kept in `config.continuations`.
+
+    Raises SpecflowConfigError where the kept ones are of other data sets, or of more or fewer prompts.
 
     generate: (prompts, max_new_tokens) -> continuations.
     """
@@ -41,6 +44,14 @@ def continuations(config: EvaluateConfig, tokenizer, generate: Callable) -> list
             raise SpecflowConfigError(
                 given=f"continuations {kept}, which hold no answer to {', '.join(missing)}",
                 allowed="a file that a run over these data sets kept",
+                todo="give another file, or delete it",
+            )
+        counts = {dataset: len(test_rows(Path(config.data), dataset)[: config.rows]) for dataset in config.datasets}
+        kept_counts = Counter(answer.source for answer in answers)
+        if other := [name for name, count in counts.items() if kept_counts[name] != count]:
+            raise SpecflowConfigError(
+                given=f"continuations {kept} with {', '.join(f'{kept_counts[name]} answers of {name}' for name in other)}",
+                allowed=f"{', '.join(f'{counts[name]} of {name}' for name in other)}, as rows {config.rows} asks",
                 todo="give another file, or delete it",
             )
         return answers

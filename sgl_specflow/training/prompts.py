@@ -10,6 +10,7 @@ from pathlib import Path
 from sgl_specflow.errors import SpecflowConfigError
 
 MBPP_TRAIN, MBPP_TEST = range(601, 975), range(11, 511)
+MBPP_FIELDS = ("task_id", "text", "code", "test_list")
 # Rows of the train splits that launch/prompts.jsonl ships: measured on, so never trained on.
 SHIPPED_GSM8K_ROW, SHIPPED_MBPP_TASK = 2, 605
 MARKER = "\0"
@@ -57,10 +58,10 @@ class TestRows:
         Raises FileNotFoundError where the folder lacks one: a check that cannot see a test set would pass it.
         """
         folder = Path(folder)
-        texts = [row["question"] for row in _lines(folder / "gsm8k_test.jsonl")]
-        texts += [row["problem"] for row in _lines(folder / "math500.jsonl")]
-        texts += [turn for row in _lines(folder / "mt_bench.jsonl") for turn in row["turns"]]
-        tasks = [task for task in _lines(folder / "mbpp.jsonl") if task["task_id"] in MBPP_TEST]
+        texts = [row["question"] for row in _lines(folder / "gsm8k_test.jsonl", "question")]
+        texts += [row["problem"] for row in _lines(folder / "math500.jsonl", "problem")]
+        texts += [turn for row in _lines(folder / "mt_bench.jsonl", "turns") for turn in row["turns"]]
+        tasks = [task for task in _lines(folder / "mbpp.jsonl", *MBPP_FIELDS) if task["task_id"] in MBPP_TEST]
         return cls(texts + [task["text"] for task in tasks] + [mbpp_text(task) for task in tasks])
 
     def __contains__(self, text: str) -> bool:
@@ -89,10 +90,10 @@ def train_prompts(folder: str | Path, source: str, tokenizer, held_out: int) -> 
     Raises FileNotFoundError where `folder` lacks the file.
     """
     if source == "gsm8k":
-        rows = _lines(Path(folder, "gsm8k_train.jsonl"))
+        rows = _lines(Path(folder, "gsm8k_train.jsonl"), "question", "answer")
         pairs = [(row["question"], row["answer"]) for index, row in enumerate(rows) if index != SHIPPED_GSM8K_ROW]
     else:
-        tasks = [task for task in _lines(Path(folder, "mbpp.jsonl")) if task["task_id"] in MBPP_TRAIN]
+        tasks = [task for task in _lines(Path(folder, "mbpp.jsonl"), *MBPP_FIELDS) if task["task_id"] in MBPP_TRAIN]
         pairs = [(mbpp_text(task), task["code"]) for task in tasks if task["task_id"] != SHIPPED_MBPP_TASK]
     tokens = chat_tokens(tokenizer, [text for text, _ in pairs])
     return [
@@ -161,5 +162,21 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
-def _lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+def _lines(file: Path, *fields: str) -> list[dict]:
+    """The rows of a JSONL file. Raises SpecflowConfigError for a line that is none, or lacks a field, by its number."""
+    rows = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not all(name in row for name in fields):
+            raise SpecflowConfigError(
+                given=f"{file}, line {number}: {line[:60]!r}",
+                allowed=f"one JSON object a line with {', '.join(fields)}",
+                todo="mend the file, or fetch it again",
+            )
+        rows.append(row)
+    return rows

@@ -111,7 +111,14 @@ def _prompts(config: RegenerateConfig, generate: Generate, tokenizer, out: Path)
             scratch.write_text(json.dumps(whole))
             scratch.rename(kept)
         prompts += self_written(json.loads(kept.read_text()), tokenizer, test_rows, config.held_out)
-    return [prompt for prompt in prompts if len(prompt.tokens) <= config.max_prompt_tokens]
+    fitting = [prompt for prompt in prompts if len(prompt.tokens) <= config.max_prompt_tokens]
+    if all(prompt.held_out for prompt in fitting):
+        raise SpecflowConfigError(
+            given=f"{len(prompts)} prompts, {len(fitting)} of at most {config.max_prompt_tokens} tokens, all held out",
+            allowed="some that can be trained on",
+            todo="lower held_out, raise max_prompt_tokens, or name more sources",
+        )
+    return fitting
 
 
 def _work(config: RegenerateConfig, prompts: list[Prompt]) -> Iterator[tuple[float, list[Prompt]]]:
