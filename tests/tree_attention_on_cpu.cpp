@@ -104,9 +104,6 @@ template <int PENDING>
 static void wait_for_products() {}
 template <class T>
 static void hold(T&) {}
-static void never(bool condition) {
-    if (condition) on_cpu::fail("weights are negative");
-}
 // Copies that land here want to be shown again.
 template <int PENDING>
 static void wait_and_hide() {
@@ -114,31 +111,21 @@ static void wait_and_hide() {
     copy_async_wait<PENDING>();
 }
 #define copy_async_wait wait_and_hide
-#if PIPELINED
-static void arrive_shown(unsigned long long* barrier) {
-    if (!READERS_FENCE && threadIdx.x >= 256 && !shown[on_cpu::running]) on_cpu::fail("a unit is told full before it is shown to wgmma");
-    arrive_at(barrier);
-}
-#define arrive_at arrive_shown
 static void arrive_when_copied(unsigned long long* barrier) {  // copies land at once: the CPU shows none that is late
     copy_async_commit();
     copy_async_wait<0>();
-    (arrive_at)(barrier);
+    arrive_at(barrier);
 }
-static unsigned long long named[16][16];  // barriers of each block of a cluster
-static void come_to(int name) {
-    unsigned long long& barrier = named[on_cpu::running / on_cpu::block_threads][name];
+static unsigned long long readers[16];  // a barrier of each block of a cluster
+static void readers_sync() {
+    unsigned long long& barrier = readers[on_cpu::running / on_cpu::block_threads];
     if (!barrier) start_barrier(&barrier, 256);
-    (arrive_at)(&barrier);
-}
-static void meet_at(int name) {
-    const unsigned long long& barrier = named[on_cpu::running / on_cpu::block_threads][name];
     const unsigned odd = reinterpret_cast<const Barrier&>(barrier).completed & 1;
-    come_to(name);
+    arrive_at(&barrier);
     wait_at(&barrier, odd);
 }
 static void wait_hidden(unsigned long long* barrier, unsigned odd) {
-    if (READERS_FENCE) shown[on_cpu::running] = false;
+    shown[on_cpu::running] = false;
     wait_at(barrier, odd);
 }
 #define wait_at wait_hidden
@@ -146,7 +133,6 @@ template <int>
 static void give_registers() {}
 template <int>
 static void take_registers() {}
-#endif
 #else
 static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     multiply_add(c, a, b0, b1, multiply_warp);

@@ -35,15 +35,9 @@ class Variant:
     Attributes:
         dtype: of q, k and v. group: query heads of a kv head. row_groups: 64 rows of a block each, 1 or 2; with 1 the
             block's other half works on other keys. cluster: blocks that share a request's keys.
-        capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone.
-        overlap: with wgmma, products with values run while the next logits become weights.
-        stages: turns of the ring, 3 at least with overlap and else 2; if pipelined, half turns, 4 at least.
-        dependent: launched ahead inside CUDA graphs.
-        head_dim: 128, or 256 with row_groups 2 and, unless pipelined, without overlap.
-        lazy: sums are scaled only when a row's greatest weight has grown by a factor of 2^8.
-        pipelined: with wgmma, four more warps copy, and no barrier holds the block's groups together.
-        readers_fence: if pipelined, warps that read copies show them to wgmma, not those that copied.
-        alternate: if pipelined, with overlap, the groups begin their products in turn.
+        capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone, and a pipeline.
+        stages: turns of the ring, 2 at least; with wgmma half turns, 4 at least. 0: `ring`'s choice.
+        dependent: launched ahead inside CUDA graphs. head_dim: 128, or 256 with row_groups 2.
     """
 
     dtype: torch.dtype
@@ -52,23 +46,18 @@ class Variant:
     cluster: int
     capped: bool = False
     wgmma: bool = False
-    overlap: bool = False
     stages: int = 0
     dependent: bool = False
     head_dim: int = 128
-    lazy: bool = False
-    pipelined: bool = False
-    readers_fence: bool = False
-    alternate: bool = False
 
     @property
     def ring(self) -> int:
         """Stages: those asked for, or as many as are worth their memory (a turn of one row group is twice as long)."""
-        return self.stages or (1 + self.pipelined) * (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
+        return self.stages or (1 + self.wgmma) * (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
 
     @property
     def threads(self) -> int:
-        return THREADS + 128 * self.pipelined
+        return THREADS + 128 * self.wgmma
 
     @property
     def rows(self) -> int:
@@ -78,9 +67,9 @@ class Variant:
     def shared_bytes(self) -> int:
         """The source's Shared: the ring and, over it, sums; q and ancestor bits."""
         key_groups = 2 // self.row_groups
-        ring = self.ring * key_groups * TILE * self.head_dim * 2 * (1 if self.pipelined else 2)
+        ring = self.ring * key_groups * TILE * self.head_dim * 2 * (1 if self.wgmma else 2)
         sums = key_groups * self.rows * ((self.head_dim + 8) * 4 + 8)
-        barriers = 16 * self.ring if self.pipelined else 0
+        barriers = 16 * self.ring if self.wgmma else 0
         return max(ring, sums) + self.rows * (self.head_dim * 2 + WORDS * 4) + barriers
 
     def defines(self) -> dict[str, int]:
@@ -92,12 +81,7 @@ class Variant:
             "CLUSTER": self.cluster,
             "STAGES": self.ring,
             "CAPPED": int(self.capped),
-            "LAZY": int(self.lazy),
             "WGMMA": int(self.wgmma),
-            "OVERLAP": int(self.overlap),
-            "PIPELINED": int(self.pipelined),
-            "READERS_FENCE": int(self.readers_fence),
-            "ALTERNATE": int(self.alternate),
             "DEPENDENT": int(self.dependent),
             "SHARED_BYTES": self.shared_bytes,
         }
@@ -193,8 +177,6 @@ def supported(
 
 # What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows of 128.
 BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
-# The fastest form of wgmma by head dimension, as measured on an H200 (docs/performance.md).
-FORMS = dict.fromkeys((128, 256), {"pipelined": True, "lazy": True, "readers_fence": True})
 
 
 def choose(
@@ -225,8 +207,7 @@ def choose(
     sizes = [size for size in range(least, MOST_PORTABLE_CLUSTER + 1) if clusters_at_a_time(size)]
     at_once = [size for size in sizes if clusters <= clusters_at_a_time(size)]
     cluster = max(at_once) if at_once else min(sizes, key=time)
-    form = FORMS[head_dim] if wgmma else {}
-    return Variant(dtype, group, row_groups, cluster, capped, wgmma, head_dim=head_dim, **form)
+    return Variant(dtype, group, row_groups, cluster, capped, wgmma, head_dim=head_dim)
 
 
 def tree_attention_cuda(

@@ -22,16 +22,15 @@
 // With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has
 // two turns, and ROW_GROUPS is always 2.
 //
-// With PIPELINED four more warps read all slots and copy all keys and values, and the groups go through the tiles at their
-// own pace: the ring holds units, of keys or of values of a turn, each with a barrier that says that it is full and one
-// that says that it is empty. wgmma sees copies behind a fence: of those who copied, or with READERS_FENCE of those who
-// read, who have no copies under way that a fence might wait for. With ALTERNATE the groups begin their products in turn.
-// Without PIPELINED all warps copy, and meet once a turn.
+// With WGMMA, which needs sm_90a, products are Hopper's instruction, and the work is a pipeline: four more warps read all
+// slots and copy all keys and values, and the groups go through the tiles at their own pace. The ring then holds units, of
+// keys or of values of a turn, each with a barrier that says that it is full and one that says that it is empty. wgmma sees
+// copies behind a fence of those who read, who have no copies under way that a fence might wait for. Without WGMMA products
+// are mma.sync, all warps copy, and they meet once a turn.
 //
 // Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
-// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), PIPELINED, READERS_FENCE, ALTERNATE,
-// CAPPED (whether logits are capped), LAZY (see Rows), WGMMA (products by wgmma, which needs sm_90a; or by mma.sync), OVERLAP (see
-// attend), DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
+// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped),
+// WGMMA, DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
 // With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
 // anything, and lets later ones start behind its wait: fp8_linear.cu says what that rests on.
@@ -140,10 +139,6 @@ __device__ __forceinline__ void hold(unsigned (&a)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
 }
-// A use of `condition`, which is never true, that no compiler moves behind a later wait.
-__device__ __forceinline__ void never(bool condition) {
-    if (condition) asm volatile("trap;");
-}
 // What this thread's copies wrote is seen by wgmma behind the next barrier.
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
@@ -155,7 +150,7 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
-#if PIPELINED
+#if WGMMA
 // A barrier in shared memory that `arrivals` threads complete, over and over; those who wait see what was done before.
 __device__ __forceinline__ void start_barrier(unsigned long long* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -178,9 +173,8 @@ __device__ __forceinline__ void wait_at(unsigned long long* barrier, unsigned od
 __device__ __forceinline__ void arrive_when_copied(unsigned long long* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Barrier `name` of the THREADS that attend, 1 to 15; those who only come do not wait.
-__device__ __forceinline__ void meet_at(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
-__device__ __forceinline__ void come_to(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
+// Where the THREADS that attend meet.
+__device__ __forceinline__ void readers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 template <int MOST>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST));
@@ -250,7 +244,7 @@ struct AttentionArguments {
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
-constexpr int COPIERS = PIPELINED ? 4 : 0, COPYING_WARPS = PIPELINED ? COPIERS : WARPS;
+constexpr int COPIERS = WGMMA ? 4 : 0, COPYING_WARPS = WGMMA ? COPIERS : WARPS;
 constexpr int DIM = HEAD_DIM, BLOCKS = DIM / 64, PIECES = DIM / 8;  // of 64 columns and of 16 bytes, of a row
 constexpr int LANE_KEYS = 32 / PIECES;                              // that a warp copies at a time
 #define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
@@ -259,20 +253,13 @@ constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
 constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
 constexpr int WARP_KEYS = TURN / COPYING_WARPS;
-constexpr int FREE_AFTER = 1 + OVERLAP;    // turns, that a stage of the ring is free
 constexpr int PARTS = CLUSTER * KEY_GROUPS;
-#if LAZY
 constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
-#endif
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
-#if PIPELINED
-#if !READERS_FENCE
-constexpr int LAG = STAGES >= 8 ? 4 : STAGES / 2;  // units that are under way before one is waited for
+#if WGMMA
+static_assert(STAGES >= 4, "a pipeline of two turns at least");
 #endif
-static_assert(!ALTERNATE || OVERLAP, "with the values of the tile before");
-static_assert(WGMMA && STAGES >= 4, "only wgmma has a pipeline, of two turns at least");
-#endif
-static_assert(PARTS <= 32 && STAGES > FREE_AFTER, "a lane has one part; a stage is filled while another is read");
+static_assert(PARTS <= 32 && STAGES > 1, "a lane has one part; a stage is filled while another is read");
 static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
 struct Tile {
@@ -290,7 +277,7 @@ struct Sums {  // over the ring, when it is done
 };
 struct Shared {
     union {
-#if PIPELINED
+#if WGMMA
         Unit ring[STAGES];
 #else
         Turn ring[STAGES];
@@ -299,7 +286,7 @@ struct Shared {
     };
     uint4 queries[BLOCKS][ROWS][8];
     unsigned ancestors[ROWS][WORDS];
-#if PIPELINED
+#if WGMMA
     unsigned long long full[STAGES], empty[STAGES];
 #endif
 };
@@ -331,7 +318,6 @@ struct Block {
     const AttentionArguments& arguments;
     Shared& shared;
     int request, head, first_row, nodes, begin, length;
-    bool in_turn;  // the two groups begin their products in turn
     const char *own_k, *own_v;  // this thread's piece of the head, of slot 0
 
     __device__ __forceinline__ bool row_exists(int row) const { return first_row + row < nodes * GROUP; }
@@ -362,7 +348,7 @@ struct Block {
         const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
         return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
     }
-#if !PIPELINED
+#if !WGMMA
     __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
         const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
         const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
@@ -381,8 +367,6 @@ struct Block {
             copy_async_16(place(values.block, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
-    __device__ __forceinline__ void await_products(int) const {}
-    __device__ __forceinline__ void leave_products(int, bool) const {}
     __device__ __forceinline__ void wait_for_unit(int) const {}
     __device__ __forceinline__ void free_unit(int) const {}
 #else
@@ -418,47 +402,15 @@ struct Block {
                 if (copies)
                     copy_unit(shared.ring[stage], of_values ? own_v : own_k,
                               unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
-#if READERS_FENCE
                 arrive_when_copied(&shared.full[stage]);
                 ++unit;
             }
         }
         copy_async_wait<0>();
     }
-#else
-                copy_async_commit();
-                ++unit;
-                tell_full<LAG>(unit);
-            }
-        }
-        tell_rest<LAG - 1>(unit);
-    }
-    // That all but PENDING of the `begun` units are there.
-    template <int PENDING>
-    __device__ __forceinline__ void tell_full(int begun) const {
-        const int landed = begun - 1 - PENDING;
-        copy_async_wait<PENDING>();
-        if (landed < 0) return;
-        show_copies();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive_at(&shared.full[landed % STAGES]);
-    }
-    template <int PENDING>
-    __device__ __forceinline__ void tell_rest(int begun) const {
-        tell_full<PENDING>(begun);
-        if constexpr (PENDING > 0) tell_rest<PENDING - 1>(begun);
-    }
-#endif
     __device__ __forceinline__ void wait_for_unit(int unit) const {
         wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
-        if (READERS_FENCE) show_copies();
-    }
-    // With ALTERNATE one group's weights are made while the other's products run.
-    __device__ __forceinline__ void await_products(int group) const {
-        if (in_turn) meet_at(2 + group);
-    }
-    __device__ __forceinline__ void leave_products(int group, bool last) const {
-        if (in_turn && !(group == 1 && last)) come_to(3 - group);
+        show_copies();
     }
     __device__ __forceinline__ void free_unit(int unit) const {
         __syncwarp();
@@ -498,9 +450,9 @@ struct Block {
     }
 };
 
-// A warp's 16 rows: sums of weighted values, the peak (the greatest logit, base 2 and scaled; with LAZY up to SLACK less,
-// as it grows, and all is scaled to it, only where a row of the warp exceeds it by more) and the lane's share of the weights' sum,
-// each of rows lane / 4 and lane / 4 + 8.
+// A warp's 16 rows: sums of weighted values, the peak (the greatest logit, base 2 and scaled, or up to SLACK less: it grows,
+// and all is scaled to it, only where a row of the warp exceeds it by more) and the lane's share of the weights' sum, each of
+// rows lane / 4 and lane / 4 + 8.
 struct Rows {
     unsigned weights[TILE / 16][4];
     float sums[DIM / 128][16][4] = {};
@@ -598,11 +550,7 @@ struct Rows {
             most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
             most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)) * scale;
         }
-#if LAZY
         grown = __ballot_sync(~0u, most[0] > peak[0] + SLACK || most[1] > peak[1] + SLACK);
-#else
-        grown = true;
-#endif
         float base[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -663,33 +611,14 @@ struct Rows {
 #endif
     }
 
-    // A tile, the block's turn `turn`. With OVERLAP its values wait for the next tile's turn, and the values of the tile
-    // before (none if FIRST) are multiplied while this one's logits become weights.
-    template <bool FIRST, bool MASKED>
-    __device__ __forceinline__ void attend(const Block& block, int turn, int group, bool last, Tile& keys, Tile& values, const u64 (&seen)[2],
+    // A tile, the block's turn `turn`.
+    template <bool MASKED>
+    __device__ __forceinline__ void attend(const Block& block, int turn, Tile& keys, Tile& values, const u64 (&seen)[2],
                                            float scale, float inner_scale) {
         float logits[TILE / 8][4], decay[2];
         bool grown;
         block.wait_for_unit(turn * 2);
-        block.await_products(group);
         multiply_keys(logits, keys);
-#if OVERLAP
-        if (!FIRST) {
-            block.wait_for_unit(turn * 2 - 1);
-            add_values(values);
-        }
-        block.leave_products(group, last);
-        wait_for_products<FIRST ? 0 : 1>();
-        hold(logits);
-        block.free_unit(turn * 2);
-        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
-        if (!FIRST) {
-            never(total[0] + total[1] < 0.0f);  // without it the compiler has the wait before the weights
-            end_values();
-            block.free_unit(turn * 2 - 1);
-        }
-        take_weights(logits, decay, grown);
-#else
 #if WGMMA
         wait_for_products<0>();
         hold(logits);
@@ -701,7 +630,6 @@ struct Rows {
         add_values(values);
         end_values();
         block.free_unit(turn * 2 + 1);
-#endif
     }
     __device__ __forceinline__ void end_values() {
 #if WGMMA
@@ -806,8 +734,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
-                   int(arguments.nodes), 0, 0, false, nullptr, nullptr};
-    block.in_turn = ALTERNATE && ROW_GROUPS == 2 && block.row_exists(64);
+                   int(arguments.nodes), 0, 0, nullptr, nullptr};
 #if DEPENDENT
     wait_for_earlier_kernels();
     let_later_kernels_start();
@@ -818,10 +745,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
-#if PIPELINED
+#if WGMMA
     if (threadIdx.x == 0)
         for (int stage = 0; stage < STAGES; ++stage) {
-            start_barrier(&shared.full[stage], READERS_FENCE ? 32 * COPIERS : COPIERS);
+            start_barrier(&shared.full[stage], 32 * COPIERS);
             start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
         }
 #else
@@ -830,7 +757,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
     // Whole tiles a block, so that those of the prefix stay without a mask.
     const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
-#if PIPELINED
+#if WGMMA
     if (warp >= WARPS) {
         give_registers<56>();
         block.copy_all(first_tile, last_tile);
@@ -850,7 +777,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     __syncthreads();  // barriers are there
 #endif
     const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
-#if !PIPELINED
+#if !WGMMA
     const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
     int slots[STAGES + 1];
@@ -869,29 +796,23 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     rows.peak[0] = rows.peak[1] = __uint_as_float(MINUS_INFINITY);
     const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
     const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
-#if PIPELINED
+#if WGMMA
     copy_async_wait<0>();
     show_copies();
-    meet_at(1);
-    if (block.in_turn && row_group == 1 && turns > 0) come_to(2);
+    readers_sync();
     rows.load_queries(shared, own_row);
 #else
     int stage = 0, free_stage = 0;
 #endif
     for (int turn = 0; turn < turns; ++turn) {
-#if !PIPELINED
+#if !WGMMA
         if (turn == 0)
             copy_async_wait<STAGES - 1>();
-        else if (turn < FREE_AFTER)
-            copy_async_wait<STAGES - 2>();
         else
-            copy_async_wait<STAGES - 1 - FREE_AFTER>();
-#if WGMMA
-        show_copies();
-#endif
+            copy_async_wait<STAGES - 2>();
         __syncthreads();  // all see the copies, and are done with the stage that is filled next
-        if (turn >= FREE_AFTER) {
-            const int next = turn - FREE_AFTER + STAGES;
+        if (turn > 0) {
+            const int next = turn - 1 + STAGES;
             if (next * KEY_GROUPS < copied) block.copy_turn(shared.ring[free_stage], next_slot);
             copy_async_commit();
             if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
@@ -901,12 +822,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #endif
         const int tile = first_tile + turn * KEY_GROUPS + key_group;
         if (has_rows && tile < last_tile) {
-#if PIPELINED
+#if WGMMA
             Tile& keys = shared.ring[turn * 2 % STAGES].tiles[key_group];
-            Tile& values = shared.ring[(turn * 2 + (OVERLAP ? STAGES - 1 : 1)) % STAGES].tiles[key_group];
+            Tile& values = shared.ring[(turn * 2 + 1) % STAGES].tiles[key_group];
 #else
             Tile& keys = shared.ring[stage].keys[key_group];
-            Tile& values = shared.ring[OVERLAP ? (stage == 0 ? STAGES - 1 : stage - 1) : stage].values[key_group];
+            Tile& values = shared.ring[stage].values[key_group];
 #endif
             u64 seen[2] = {};
             const bool masked = (tile + 1) * TILE > block.length;
@@ -915,33 +836,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
                 seen[0] = block.visible(row, tile * TILE);
                 seen[1] = block.visible(row + 8, tile * TILE);
             }
-            if (OVERLAP && turn == 0) {
-                if (masked)
-                    rows.attend<true, true>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
-                else
-                    rows.attend<true, false>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
-            } else if (masked) {
-                rows.attend<false, true>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
-            } else {
-                rows.attend<false, false>(block, turn, row_group, turn + 1 == turns, keys, values, seen, scale, inner_scale);
-            }
+            if (masked)
+                rows.attend<true>(block, turn, keys, values, seen, scale, inner_scale);
+            else
+                rows.attend<false>(block, turn, keys, values, seen, scale, inner_scale);
         }
-#if !PIPELINED
+#if !WGMMA
         stage = stage + 1 == STAGES ? 0 : stage + 1;
 #endif
     }
-#if OVERLAP
-    const int own_turns = (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS;
-    if (has_rows && own_turns > 0) {
-        block.wait_for_unit(own_turns * 2 - 1);
-#if PIPELINED
-        rows.add_values(shared.ring[(own_turns * 2 - 1) % STAGES].tiles[key_group]);
-#else
-        rows.add_values(shared.ring[(own_turns - 1) % STAGES].values[key_group]);
-#endif
-        rows.end_values();
-    }
-#endif
     copy_async_wait<0>();  // of q, where there are no turns
     __syncthreads();       // all are done with the ring
     rows.leave(shared.sums, key_group, own_row);
