@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.training.__main__ import main
-from sgl_specflow.training.config import EvaluateConfig, HeadShape, RegenerateConfig, TrainConfig, load
+from sgl_specflow.training.config import AblateConfig, EvaluateConfig, HeadShape, RegenerateConfig, TrainConfig, load
 from sgl_specflow.training.evaluate import continuations
 from sgl_specflow.training.lockstep import LockstepGenerator
 from sgl_specflow.training.prompts import Prompt, TestRows, chat_tokens, openings, self_written, train_prompts
@@ -219,7 +219,8 @@ def test_other_configs_refuse_too(tmp_path):
     [
         "steps=0", "steps=-1", "minutes=-1", "minutes=.nan", "rows=0", "anchors=0", "loss_chunk=0", "row_tokens=-5",
         "decay=0", "teacher_temperature=0", "learning_rate=.nan", "gradient_clip=-1", "warm_up=2", "ema=1.0", "reveal=-1",
-        "seed=-1", "weight_decay=-1", "validation_budgets=[16, 1]", "validation_responses=0", "dtype=int8",
+        "seed=-1", "seed=99999999999", "weight_decay=-1",
+        "validation_budgets=[16, 1]", "validation_responses=0", "dtype=int8",
     ],
 )  # fmt: skip
 def test_a_train_value_out_of_range_is_refused_by_name(words):
@@ -279,6 +280,17 @@ def test_kept_continuations_of_other_data_sets_are_refused(folder, tokenizer, tm
     assert len(continuations(load(EvaluateConfig, None, [*words, "datasets=[gsm8k]"]), tokenizer, None)) == 1
     with pytest.raises(SpecflowConfigError, match="no answer to mbpp, mt_bench"):
         continuations(load(EvaluateConfig, None, words), tokenizer, None)
+
+
+def test_an_output_folder_that_is_a_file_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "run").write_text("x")
+    for kind, words in (
+        (TrainConfig, ["target=t", "responses=[r]", "steps=3"]),
+        (RegenerateConfig, ["target=t", "data=d"]),
+        (AblateConfig, ["target=t", "data=d", "responses=[r]", "steps=3"]),
+    ):
+        with pytest.raises(SpecflowConfigError, match="run, a file"):
+            load(kind, None, [*words, f"out={tmp_path}/run"])
 
 
 def test_kept_continuations_of_another_number_of_prompts_are_refused(folder, tokenizer, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 from sgl_specflow.errors import SpecflowConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
-FETCH_AGAIN = "download the head again"
+FETCH_AGAIN = "download the folder again"
 DTYPES = ("bfloat16", "float16", "float32")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Fields with which other DFlash relatives change the arithmetic (read from SGLang 0.5.23, models/dflash.py and

@@ -20,6 +20,7 @@ from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.training.losses import KINDS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MOST_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ class TrainConfig:
         _choice("dtype", self.dtype, DTYPES)
         _at_least(self, 1, "steps", "rows", "anchors", "loss_chunk", "row_tokens", "validation_responses")
         _at_least(self, 2, "validation_budgets")
-        _at_least(self, 0, "weight_decay", "validate_minutes", "checkpoint_minutes", "seed", "vector_learning_rate")
+        _at_least(self, 0, "weight_decay", "validate_minutes", "checkpoint_minutes", "vector_learning_rate")
+        _folder(self)
+        _seed(self)
         _above_0(self, "minutes", "teacher_temperature", "decay", "learning_rate", "gradient_clip")
         for name in ("reveal", "warm_up", "ema"):
             if not 0 <= getattr(self, name) <= 1:
@@ -183,7 +186,9 @@ class RegenerateConfig:
             for source in getattr(self, name):
                 _choice(name, source, ("gsm8k", "mbpp", "self_written"))
         _at_least(self, 1, "repeats", "max_new_tokens", "max_prompt_tokens", "shard")
-        _at_least(self, 0, "self_written", "held_out", "minutes", "seed")
+        _at_least(self, 0, "self_written", "held_out", "minutes")
+        _folder(self)
+        _seed(self)
         _above_0(self, "temperature")
 
 
@@ -277,6 +282,7 @@ class AblateConfig:
         _at_least(self, 1, "steps", "rows", "row_tokens", "anchors", "loss_chunk")
         _at_least(self, 2, "budgets", "max_new_tokens")
         _above_0(self, "teacher_temperature", "learning_rate")
+        _folder(self)
 
 
 _Config = typing.TypeVar("_Config")
@@ -366,6 +372,20 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _not_empty(name: str, values: list) -> None:
     if not values:
         _out_of_range(name, values, "one entry at least")
+
+
+def _folder(config) -> None:
+    """Refuse an `out` that is a file now, not when the first result is written."""
+    if Path(config.out).is_file():
+        raise SpecflowConfigError(
+            given=f"out {config.out}, a file", allowed="a folder, new or not", todo="name another"
+        )
+
+
+def _seed(config) -> None:
+    """Seeds of steps and rows are made of it, below 2^63."""
+    if not 0 <= config.seed <= MOST_SEED:
+        _out_of_range("seed", config.seed, f"0 to {MOST_SEED}")
 
 
 def _at_least(config, least: int, *names: str) -> None:
