@@ -18,8 +18,8 @@ SHIPPED: dict[str, tuple[str, ...]] = {
 
 
 def tree_server(
-    algorithm: str, budget: int, head: str | Path, weaver: str | Path | None = None
+    algorithm: str, budget: int, head: str | Path, weaver: str | Path | None = None, **options
 ) -> tuple[list[str], dict[str, str]]:
-    """Flags and environment of a tree server."""
-    environment = {} if weaver is None else {OPTIONS_VARIABLE: json.dumps({"weaver": str(weaver)})}
-    return tree_flags(algorithm, head, budget), environment
+    """Flags and environment of a tree server. options: of OPTIONS_VARIABLE, beside `weaver`."""
+    given = options | ({} if weaver is None else {"weaver": str(weaver)})
+    return tree_flags(algorithm, head, budget), {OPTIONS_VARIABLE: json.dumps(given)} if given else {}

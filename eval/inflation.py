@@ -20,14 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
-from sgl_specflow.eval.heads import SHIPPED
+from sgl_specflow.eval.heads import SHIPPED, tree_server
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import MODELS
 from sgl_specflow.eval.step_profile import profile
-from sgl_specflow.launch.quickstart import tree_flags
 from sgl_specflow.launch.server import Server, start
-
-from sgl_specflow.runtime.settings import OPTIONS_VARIABLE
 
 SHARED_FLAGS = [
     "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16",
@@ -157,13 +154,10 @@ def main(arguments: list[str] | None = None) -> int:
             heads[causal] = shapes.write_head(folder, longest, causal)
         if algorithm == "dflash_tfm" and not (folder / "weaver").exists():
             shapes.write_weaver(folder)
-        weaver = {"weaver": str(folder / "weaver")} if algorithm == "dflash_tfm" else {}
-        environment = {
-            "SGLANG_SIMULATE_ACC_LEN": str(options.simulated_accept),
-            OPTIONS_VARIABLE: json.dumps({"fp8_draft": fp8, **weaver}),
-        }
-        flags = [*base, "--attention-backend", options.backend, *tree_flags(algorithm, heads[causal], budget)]
-        servers[algorithm, budget, fp8] = flags, environment
+        weaver = folder / "weaver" if algorithm == "dflash_tfm" else None
+        flags, environment = tree_server(algorithm, budget, heads[causal], weaver, fp8_draft=fp8)
+        environment["SGLANG_SIMULATE_ACC_LEN"] = str(options.simulated_accept)
+        servers[algorithm, budget, fp8] = [*base, "--attention-backend", options.backend, *flags], environment
 
     def open_server(item):
         key, (flags, environment) = item

@@ -66,10 +66,10 @@ HYBRIDS = {
 }
 
 
-def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:
+def make_small_target(folder: Path, sharpness: float = 4.0, seed: int = 5, **changes) -> Path:
     """A Llama over 16 tokens: a tree of 64 nodes then holds every first token and many seconds, whatever the head says,
-    so paths branch and are accepted without training. `sharpness` scales the logits."""
-    return _save_small(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), folder, sharpness, seed)
+    so paths branch and are accepted without training. `sharpness` scales the logits; changes are of SHAPE."""
+    return _save_small(LlamaConfig(**SHAPE | changes, num_hidden_layers=LAYERS), folder, sharpness, seed)
 
 
 def make_small_moe_target(folder: Path, sharpness: float = 4.0, seed: int = 5) -> Path:

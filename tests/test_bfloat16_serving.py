@@ -1,13 +1,10 @@
 """Tree servers in bfloat16 with heads of 128 and 256, whose attention on Hopper is the CUDA kernel: its place in the server,
 not its arithmetic (test_tree_attention_cuda.py has that). Greedy answers are plain decoding's but for near ties."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from served import SHAPE, _save_small, generate, make_small_head, serve, tree_flags
+from served import generate, make_small_head, make_small_target, serve, tree_flags
 from test_serving_greedy import greedy, prompts
-from transformers import LlamaConfig
 
 # Differences of log-probabilities where both servers have read the same text, of each answer's tokens up to the first that
 # is another (there, of the two choices: a near tie). Bfloat16 on a CPU gives 0.10 at most, 0.009 in the mean.
@@ -16,11 +13,6 @@ MOST, MEAN = 0.3, 0.03
 
 def gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test))
-
-
-def make_wide_target(folder: Path, head_dim: int) -> Path:
-    shape = SHAPE | {"head_dim": head_dim, "max_position_embeddings": 512}
-    return _save_small(LlamaConfig(**shape, num_hidden_layers=3), folder, sharpness=4.0, seed=5)
 
 
 def tokens_and_log_probs(answer: dict) -> tuple[list[int], list[float]]:
@@ -39,7 +31,7 @@ def differences(plain: list[dict], tree: list[dict]) -> list[float]:
 @gpu
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_answers_in_bfloat16_are_plain_decodings_but_for_near_ties(head_dim, tmp_path):
-    target = make_wide_target(tmp_path / "target", head_dim)
+    target = make_small_target(tmp_path / "target", head_dim=head_dim, max_position_embeddings=512)
     head = make_small_head(
         tmp_path / "head", True, head_dim=head_dim, num_target_layers=3, dtype="bfloat16", max_position_embeddings=512
     )

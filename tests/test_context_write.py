@@ -4,17 +4,14 @@ The torch form is held to SGLang's modules, on SGLang's pool; the Triton kernel 
 (a child process, which imports no SGLang) and on a GPU where there is one.
 """
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreted import INTERPRETING, run_interpreted
 from sgl_specflow.kernels import context_write
 from sgl_specflow.kernels.context_write import FP8, LayerBuffers, write_context_rows
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 parent_process = pytest.mark.skipif(INTERPRETING, reason="this is the child process")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SLOTS, POSITIONS, EPS = 320, 500, 1e-3
@@ -125,12 +122,7 @@ def test_rows_of_fp8_in_the_interpreter():
 
 @parent_process
 def test_the_triton_kernel_holds_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "test_rows and interpreter", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_interpreted(__file__, "-x", "-k", "test_rows and interpreter")
     assert run.returncode == 0 and f"{len(CASES) + 1} passed" in run.stdout, run.stdout + run.stderr
 
 

@@ -1,17 +1,13 @@
 """Linear layers with FP8 weights: quantisation, the product, and what the draft head makes of it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import INTERPRETING, run_interpreted
 from sgl_specflow.kernels.fp8_linear import FP8, dequantise_rows, fp8_linear, quantise_rows
 
 from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime.fp8_draft import quantise_head
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 CASES = [(1, 40, 64), (15, 100, 256), (16, 33, 300), (150, 48, 128)]  # rows, features, depth
 
 
@@ -72,12 +68,7 @@ def test_wrong_shapes_are_refused_by_name():
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the child process")
 def test_the_triton_kernel_holds_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "test_product and not gpu", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_interpreted(__file__, "-x", "-k", "test_product and not gpu")
     assert run.returncode == 0 and f"{len(CASES)} passed" in run.stdout, run.stdout + run.stderr
 
 

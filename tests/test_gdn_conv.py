@@ -1,18 +1,14 @@
 """The conv1d on a tree: every node's output is that of a plain causal convolution along its own path."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from gdn_cases import TREE_SHAPES, parents, path_to
+from interpreted import INTERPRETING, run_interpreted
 from sgl_specflow.kernels.gdn_tree.conv import commit_windows, nearest_ancestors, tree_conv
 
 from sgl_specflow.tree import ancestor_bits
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
 IMPLEMENTATIONS = (["triton"] if INTERPRETING or DEVICE == "cuda" else []) + ([] if INTERPRETING else ["naive"])
 
@@ -170,10 +166,5 @@ def test_wrong_shapes_are_refused_by_name():
 @pytest.mark.skipif(INTERPRETING, reason="this is the child process")
 def test_triton_in_its_interpreter():
     """In a child process: the interpreter must be chosen before Triton is imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_interpreted(__file__, "-p", "no:cacheprovider", "-k", "triton")
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:]

@@ -4,14 +4,12 @@ The Triton kernel runs on the GPU where there is one, and in Triton's interprete
 must be chosen before Triton is imported).
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
+from interpreted import INTERPRETING, run_interpreted
 from sgl_specflow.kernels.tree_attention import (
     TreeAttentionConfig,
     TreeAttentionScratch,
@@ -21,7 +19,6 @@ from sgl_specflow.kernels.tree_attention import (
     tree_attention,
 )
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -246,12 +243,7 @@ def test_interpreted_kernel_is_softmax_over_prefix_and_ancestors(case):
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the child process")
 def test_the_kernel_holds_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "interpreted", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_interpreted(__file__, "-x", "-k", "interpreted")
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert f"{len(INTERPRETED)} passed" in run.stdout
 

@@ -1,20 +1,16 @@
 """The GPU's builder of conditional trees equals the plain one in all that is alive, piece by piece and in whole trees: in
 Triton's interpreter on the CPU, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import INTERPRETING, run_interpreted
 from test_conditional_tree import ROOT, TableDrafter, cases
 
 from sgl_specflow.tree import build_conditional_tree
 from sgl_specflow.tree import expansion as plain
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETING
 DEVICE = "cuda" if CUDA else "cpu"
 EXAMPLES = 200 if CUDA else 10
@@ -23,13 +19,7 @@ EXAMPLES = 200 if CUDA else 10
 @pytest.mark.skipif(INTERPRETING or CUDA, reason="this is the child process, or there is a GPU")
 def test_in_the_interpreter():
     """This file again, in a child process: Triton reads the variable when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_interpreted(__file__, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     assert f"{COMPILED} passed" in done.stdout
 

@@ -6,10 +6,8 @@ all of them on the GPU where there is one.
 
 import ctypes
 import functools
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import INTERPRETING, run_interpreted
 from random_trees import choices_near, token_trees
 from sgl_specflow.kernels.tree_step import (
     accept_and_plan,
@@ -37,7 +36,6 @@ from sgl_specflow.commit import plan_commit
 from sgl_specflow.tree import TokenTree, build_tree
 from sgl_specflow.verify import accept
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 TESTS = Path(__file__).resolve().parent
 NVCC, GXX = shutil.which("nvcc"), shutil.which("g++")
 interpreter = pytest.mark.skipif(not INTERPRETING, reason="runs in a child process with TRITON_INTERPRET=1")
@@ -355,11 +353,6 @@ def test_staging_on_the_gpu(case):
 
 @parent_process
 def test_the_triton_kernels_hold_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "interpreted", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_interpreted(__file__, "-x", "-k", "interpreted")
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(TOKEN_CASES) + len(STAGE_CASES) + 2} passed" in run.stdout, run.stdout

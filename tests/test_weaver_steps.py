@@ -1,17 +1,13 @@
 """The Triton pieces of a Weaver round equal the plain ones: in Triton's interpreter on the CPU, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import INTERPRETING, run_interpreted
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, steps
 from sgl_specflow.tree import Expansion
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETING
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
@@ -20,13 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
 @pytest.mark.skipif(INTERPRETING or CUDA, reason="this is the child process, or there is a GPU")
 def test_in_the_interpreter():
     """This file again, in a child process: Triton reads the variable when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_interpreted(__file__, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
     assert f"{COMPILED} passed" in done.stdout
 

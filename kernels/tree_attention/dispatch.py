@@ -85,7 +85,7 @@ def tree_attention(
         v_scale,
         out,
     )
-    serves = cuda_kernel.supported(
+    serves = implementation in (None, "cuda") and cuda_kernel.supported(
         q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sliding_window, sinks, out
     )
     if implementation is None:

@@ -227,9 +227,7 @@ class EvaluateConfig:
     def __post_init__(self):
         _choice("dtype", self.dtype, DTYPES)
         _not_empty("heads", self.heads)
-        _not_empty("datasets", self.datasets)
-        for dataset in self.datasets:
-            _choice("datasets", dataset, ("gsm8k", "mbpp", "mt_bench"))
+        _datasets(self)
         for head in self.weavers:
             _choice("weavers of the head", head, tuple(self.heads))
         _at_least(self, 1, "rows", "width")
@@ -276,9 +274,7 @@ class AblateConfig:
     def __post_init__(self):
         _choice("dtype", self.dtype, DTYPES)
         _not_empty("responses", self.responses)
-        _not_empty("datasets", self.datasets)
-        for dataset in self.datasets:
-            _choice("datasets", dataset, ("gsm8k", "mbpp", "mt_bench"))
+        _datasets(self)
         _at_least(self, 1, "steps", "rows", "row_tokens", "anchors", "loss_chunk")
         _at_least(self, 2, "budgets", "max_new_tokens")
         _above_0(self, "teacher_temperature", "learning_rate")
@@ -372,6 +368,12 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _not_empty(name: str, values: list) -> None:
     if not values:
         _out_of_range(name, values, "one entry at least")
+
+
+def _datasets(config) -> None:
+    _not_empty("datasets", config.datasets)
+    for dataset in config.datasets:
+        _choice("datasets", dataset, ("gsm8k", "mbpp", "mt_bench"))
 
 
 def _folder(config) -> None:
