@@ -66,6 +66,10 @@ def test_heads_are_trained_measured_and_not_trained_again(tmp_path, monkeypatch)
     second = run(*names)
     assert json.loads((tmp_path / "acceptance.json").read_text()) == second and asked == [True]
     assert second["rows"][: len(first["rows"])] == first["rows"], "measured again"
+    heads = [row["head"] for row in second["rows"]]
+    assert len(heads) == len(names) * len(first["rows"]) and heads.count("ablation-bidirectional-forward_kl") == len(
+        first["rows"]
+    )
     of_head = {row["head"]: row for row in second["rows"]}
     assert list(of_head) == [f"ablation-{name}" for name in names]
     facts = {name: (of_head[f"ablation-{name}"]["loss"], of_head[f"ablation-{name}"]["data"]) for name in names}
