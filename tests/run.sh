@@ -6,4 +6,5 @@ make_environment test
 fetch_model
 cd "$root"
 # Two files at a time: most of the time goes into starting servers, one core each.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m pytest -q -rs --durations=15 -n 2 --dist loadfile "$@"
