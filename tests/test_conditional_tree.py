@@ -289,6 +289,21 @@ def test_nan_and_minus_infinity_are_never_chosen():
         assert int(tree.node_count[0]) == 15 and set(real) == {0, 3}
 
 
+def test_values_above_zero_count_as_zero():
+    """Else a path would score above its own beginning, and 0.3 below 0.7."""
+    draw = torch.Generator().manual_seed(3)
+    pool = torch.arange(4).expand(1, 3, 4).contiguous()
+    table, marginals = torch.randn(3, 4, generator=draw), torch.randn(1, 3, 4, generator=draw)
+
+    def tree(rows, marginals):
+        log_probs = lambda nodes: rows[nodes.depth]
+        return build_conditional_tree(torch.tensor([9]), pool, marginals, log_probs, 12, 3, 3, 4)
+
+    given, clamped = tree(table, marginals), tree(table.clamp(max=0), marginals.clamp(max=0))
+    assert (table > 0).sum() > 3 and (marginals > 0).sum() > 3
+    assert all(torch.equal(left, right) for left, right in zip(vars(given).values(), vars(clamped).values()))
+
+
 @pytest.mark.parametrize(
     "change",
     [
