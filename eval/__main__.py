@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {
     "acceptance": "accept length and tokens a second of draft heads through the server",
+    "experts": "distinct experts a pass, and the floor of step inflation that they imply, on a GPU",
     "fp8_linear": "products with FP8 weights against cuBLAS, on a GPU",
     "gdn": "Gated Delta Net tree verify against SGLang's recurrent one, on a GPU",
     "inflation": "the time of a speculative step over a plain one, full-size shapes, on a GPU",

@@ -16,7 +16,9 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -51,7 +53,7 @@ async def _stream(session, url: str, tokens: list[int], new_tokens: int) -> tupl
     return arrivals, meta
 
 
-async def _requests(url: str, prompts: list[list[int]], new_tokens: int):
+async def stream_requests(url: str, prompts: list[list[int]], new_tokens: int):
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), read_bufsize=2**22) as session:
         return await asyncio.gather(*(_stream(session, url, prompt, new_tokens) for prompt in prompts))
 
@@ -64,15 +66,15 @@ def prompts_of(batch: int, context: int) -> list[list[int]]:
 def profiled_step(server: Server, batch: int, context: int, accept: float, step_ms: float) -> dict:
     """`step_profile.summary` of steps in the middle of `batch` requests that run for two seconds."""
     new_tokens = min(MOST_NEW_TOKENS, int(2000 / step_ms * accept))
-    return profile(server.url, lambda: asyncio.run(_requests(server.url, prompts_of(batch, context), new_tokens)))
+    return profile(server.url, lambda: asyncio.run(stream_requests(server.url, prompts_of(batch, context), new_tokens)))
 
 
 def step_milliseconds(server: Server, batch: int, context: int, steps: int, accept: float) -> dict:
     """Median time of a step, and tokens a step, with `batch` requests of `context` tokens."""
     prompts = prompts_of(batch, context)
     new_tokens = max(4, int(steps * accept))
-    asyncio.run(_requests(server.url, prompts, 2))  # the prompts enter the prefix cache
-    results = asyncio.run(_requests(server.url, prompts, new_tokens))
+    asyncio.run(stream_requests(server.url, prompts, 2))  # the prompts enter the prefix cache
+    results = asyncio.run(stream_requests(server.url, prompts, new_tokens))
     # All requests run between the last one's first chunk and the first one's last.
     begin, end = max(times[0] for times, _ in results), min(times[-1] for times, _ in results)
     gaps = []
@@ -107,46 +109,45 @@ def wanted_servers(options: argparse.Namespace) -> list[tuple[str, int, bool]]:
     return servers
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="sgl_specflow.eval inflation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which servers run: options of `servers_of` and `running`."""
+    numbers = lambda text: [int(item) for item in text.split(",")]
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--algorithms", nargs="+", choices=sorted(SHIPPED), default=["jetflow"])
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
-    parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
     parser.add_argument("--fp8-budgets", type=numbers, default=[], help="budgets measured with fp8_draft as well")
     parser.add_argument("--runs", help="instead of these: algorithm:budget[:fp8], comma-separated, in this order")
-    parser.add_argument("--plain-backends", default="fa3,triton", help="plain decoding is tried on each")
     parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
     parser.add_argument("--simulated-accept", type=float, default=4.0)
-    parser.add_argument("--steps", type=int, default=80, help="steps a point")
     parser.add_argument("--at-once", type=int, default=4, help="servers up at once (default: %(default)s)")
-    parser.add_argument("--profile", default="", help="points whose steps are profiled by kernel, as in --points")
     parser.add_argument("--max-total-tokens", type=int, default=38912)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
     parser.add_argument("--commit")
     parser.add_argument("flags", nargs="*", help="further server flags, after --")
-    options = parser.parse_args(arguments)
 
+
+def points_of(text: str) -> list[tuple[int, int]]:
+    """(batch, context) of each point of '1x128,8x4096'."""
+    return [tuple(map(int, point.split("x"))) for point in text.split(",") if text]
+
+
+def servers_of(
+    options: argparse.Namespace, plain_backends: list[str], points: list[tuple[int, int]], folder: Path
+) -> dict[tuple, tuple[list[str], dict[str, str]]]:
+    """Flags and environment by (algorithm, budget, fp8_draft), of plain servers by ("plain", backend, False).
+
+    Configs of the target and its heads are written to `folder`.
+    """
     shapes = MODELS[options.model]
-    points, profiled = (
-        [tuple(map(int, point.split("x"))) for point in text.split(",") if text]
-        for text in (options.points, options.profile)
-    )
     longest = max(context for _, context in points) + MOST_NEW_TOKENS + 300
     most = max(batch for batch, _ in points)
-    folder = Path(tempfile.mkdtemp(prefix="shapes_"))
     target = shapes.write_target(folder, longest)
     base = [
         *("--model-path", str(target), *SHARED_FLAGS, "--max-running-requests", str(most)),
         *("--cuda-graph-max-bs-decode", str(most), "--max-total-tokens", str(options.max_total_tokens), *options.flags),
     ]
-    servers = {
-        ("plain", name, False): ([*base, "--attention-backend", name], {}) for name in options.plain_backends.split(",")
-    }
+    servers = {("plain", name, False): ([*base, "--attention-backend", name], {}) for name in plain_backends}
     heads: dict[bool, Path] = {}
     for algorithm, budget, fp8 in wanted_servers(options):
         causal = algorithm == "jetflow"
@@ -158,6 +159,20 @@ def main(arguments: list[str] | None = None) -> int:
         flags, environment = tree_server(algorithm, budget, heads[causal], weaver, fp8_draft=fp8)
         environment["SGLANG_SIMULATE_ACC_LEN"] = str(options.simulated_accept)
         servers[algorithm, budget, fp8] = [*base, "--attention-backend", options.backend, *flags], environment
+    return servers
+
+
+def groups(servers: dict, size: int) -> list[list[tuple]]:
+    """The items of `servers`, `size` at a time."""
+    items = list(servers.items())
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+@contextmanager
+def running(
+    servers: Iterable[tuple[tuple, tuple[list[str], dict]]], options: argparse.Namespace
+) -> Iterator[dict[tuple, Server | Exception]]:
+    """Servers that start together and stop together, by key; the error in place of one that does not come up."""
 
     def open_server(item):
         key, (flags, environment) = item
@@ -168,26 +183,43 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:
             return key, error
 
+    opened: dict[tuple, Server | Exception] = {}
+    # The kernel ends a server with the thread that started it: these threads outlive the measuring.
+    with ThreadPoolExecutor(options.at_once) as pool:
+        try:
+            for key, outcome in pool.map(open_server, servers):
+                opened[key] = outcome
+            yield opened
+        finally:
+            for outcome in opened.values():
+                if isinstance(outcome, Server):
+                    outcome.stop()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval inflation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_server_arguments(parser)
+    parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
+    parser.add_argument("--plain-backends", default="fa3,triton", help="plain decoding is tried on each")
+    parser.add_argument("--steps", type=int, default=80, help="steps a point")
+    parser.add_argument("--profile", default="", help="points whose steps are profiled by kernel, as in --points")
+    options = parser.parse_args(arguments)
+
+    points, profiled = points_of(options.points), points_of(options.profile)
+    folder = Path(tempfile.mkdtemp(prefix="shapes_"))
+    servers = servers_of(options, options.plain_backends.split(","), points, folder)
     result = {"meta": describe(options.commit), "rows": [], "profiles": [], "failures": []}
-    waiting = list(servers.items())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    while waiting:
-        group, waiting = waiting[: options.at_once], waiting[options.at_once :]
-        running: dict[tuple, Server] = {}
-        # The kernel ends a server with the thread that started it: these threads outlive the measuring.
-        with ThreadPoolExecutor(len(group)) as pool:
-            try:
-                for key, outcome in pool.map(open_server, group):
-                    if isinstance(outcome, Server):
-                        running[key] = outcome
-                    else:
-                        _fail(result, key, error=str(outcome)[-2000:])
-                for key, server in running.items():
-                    for point in points:
-                        measure(result, key, server, point, options, profiled=point in profiled)
-            finally:
-                for server in running.values():
-                    server.stop()
+    for group in groups(servers, options.at_once):
+        with running(group, options) as opened:
+            for key, server in opened.items():
+                if not isinstance(server, Server):
+                    _fail(result, key, error=str(server)[-2000:])
+                    continue
+                for point in points:
+                    measure(result, key, server, point, options, profiled=point in profiled)
         add_inflation(result["rows"])
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["rows"]:

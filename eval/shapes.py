@@ -27,9 +27,9 @@ class Shapes:
         """A folder of the target's config for `context` positions."""
         return _write_config(folder / "target", self.target | {"max_position_embeddings": context})
 
-    def write_head(self, folder: Path, context: int, causal: bool) -> Path:
-        """A folder of a head's config, causal or bidirectional, for `context` positions."""
-        config = head_config(
+    def head_config(self, context: int, causal: bool) -> dict:
+        """The `config.json` of a head, causal or bidirectional, for `context` positions."""
+        return head_config(
             hidden_size=self.target["hidden_size"],
             intermediate_size=self.head_intermediate,
             num_hidden_layers=self.head_layers,
@@ -44,7 +44,11 @@ class Shapes:
             rope_theta=float(self.target["rope_theta"]),
             max_position_embeddings=context,
         )
-        return _write_config(folder / ("causal_head" if causal else "bidirectional_head"), config)
+
+    def write_head(self, folder: Path, context: int, causal: bool) -> Path:
+        """A folder of that config."""
+        name = "causal_head" if causal else "bidirectional_head"
+        return _write_config(folder / name, self.head_config(context, causal))
 
     def write_weaver(self, folder: Path) -> Path:
         """A folder of a Weaver of these shapes with random weights: a Weaver has no dummy loader."""
