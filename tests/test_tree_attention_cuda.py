@@ -11,6 +11,7 @@ import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
 from attention_on_cpu import COMPILER, Scratch, attention_on_cpu, build
+from sgl_specflow.eval.tree_attention import splits_and_cluster, variants_of
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
 from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES, Variant, choose, fits, grid_of
@@ -367,6 +368,14 @@ def test_splits_gain_at_long_prefixes_and_cost_little_at_others(nodes, kv_heads,
     assert split.time(LONG_PREFIX + nodes) < 0.8 * whole.time(LONG_PREFIX + nodes)
     assert all(split.time(prefix + nodes) <= SLOWER * whole.time(prefix + nodes) for prefix in OTHER_PREFIXES)
     assert dataclasses.replace(split, split_from=7).threshold == 7
+
+
+def test_eval_times_the_variants_that_were_asked_for():
+    served = choose(BFLOAT, 1, 16, 8, 4, 128, False, True, AT_A_TIME.get)
+    asked = [splits_and_cluster(text) for text in ("1", "2", "8", "3x2", "17")]
+    variants = variants_of(served, asked, 8, AT_A_TIME.get)
+    assert [(variant.splits, variant.cluster) for variant in variants] == [(1, 8), (2, 6), (8, 2), (3, 2)]
+    assert variants[1] == served
 
 
 def test_triton_deals_out_what_does_not_run_at_once(monkeypatch):
