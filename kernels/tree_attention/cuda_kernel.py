@@ -142,8 +142,8 @@ def tree_attention_cuda(
 
     One launch, no host synchronisation but at the first call of a variant and a shape, which compiles and allocates: call
     once before a CUDA graph is captured. The same input gives the same bits. variant: `choose`'s. Where it has splits,
-    launches of one shape share `_scratch`, and must not run at the same time: one stream's never do, whatever graphs hold
-    them.
+    launches of one shape on a device share `_scratch`, and must not run at the same time: those of one stream, on which
+    any number of graphs may be replayed, never do.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -222,14 +222,15 @@ def scratch_sizes(variant: Variant, grid: tuple[int, int, int]) -> tuple[int, in
 def _scratch(device: int, num_floats: int, num_tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts and tickets of a device's launches of these sizes, never freed: graphs hold the addresses. Every launch leaves
     tickets at 0 and reads of parts only what it wrote, so launches one after another need nothing in between."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "tree_attention: the first call of a shape allocates scratch, and a CUDA graph is being captured; call once "
-            "with the same shapes before the capture"
-        )
-    parts = torch.empty(num_floats, dtype=torch.float32, device=f"cuda:{device}")
-    tickets = torch.zeros(num_tickets, dtype=torch.int32, device=f"cuda:{device}")
-    torch.cuda.current_stream(device).synchronize()  # other streams find tickets at 0
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tree_attention: the first call of a shape allocates scratch, and a CUDA graph is being captured; call "
+                "once with the same shapes before the capture"
+            )
+        parts = torch.empty(num_floats, dtype=torch.float32, device="cuda")
+        tickets = torch.zeros(num_tickets, dtype=torch.int32, device="cuda")
+        torch.cuda.current_stream().synchronize()  # other streams find tickets at 0
     return parts, tickets
 
 
