@@ -5,11 +5,20 @@
 One CUDA graph holds a call for each of several input sets, which together exceed the L2 cache; a figure is the median
 replay time over the number of calls. Pool slots are drawn at random, as in a pool long in use. A row is one of our
 kernels ("implementation") at one shape; --points takes the few shapes that decide serving, --implementations the kernels.
+
+    python -m sgl_specflow.eval tree_attention --splits 1 2 3 8 --out eval/results/tree_attention_splits.json
+
+--splits times variants of the CUDA kernel at SPLIT_POINTS instead: so many clusters share a request's keys (see
+tree_attention.cu), the largest of which all run at once, or of the size given, as 2x6 for two of six blocks. `split` says
+whether the request is long enough for that, `chosen` marks the variant that serving takes, `model_us` is what its choice
+rests on; --split-from 1 splits requests of every length.
 """
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +31,8 @@ from sgl_specflow.kernels.tree_attention import (
     ancestor_matrix,
     tree_attention,
 )
+from sgl_specflow.kernels.tree_attention.cuda_kernel import chosen, clusters_at_a_time, tree_attention_cuda
+from sgl_specflow.kernels.tree_attention.cuda_variant import MOST_PORTABLE_CLUSTER, Variant, clusters_of
 
 BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200
 FLOP_PER_SECOND = 790e12  # measured bf16 matrix product of an H200
@@ -40,6 +51,7 @@ POINTS = [
     *((1, context, nodes, 24, 4, 256) for context, nodes in ((128, 64), (4096, 16), (4096, 64), (4096, 128))),
 ]
 IMPLEMENTATIONS = ("cuda", "triton")
+SPLIT_POINTS = [(1, context, 16, 32, 8, 128) for context in (128, 1024, 4096, 32768)]
 
 
 @dataclass
@@ -181,10 +193,10 @@ def sglang_calls(problem: Problem) -> list:
     ]
 
 
-def max_abs_error(problem: Problem, implementation: str) -> float:
+def max_abs_error(problem: Problem, calls: list[Callable[[], torch.Tensor]]) -> float:
     """Of the first set, against the naive version on the same bfloat16 inputs with float32 arithmetic."""
     problem.sets[0]["out"].fill_(float("nan"))
-    ours = our_calls(problem, implementation=implementation)[0]().float().clone()
+    ours = calls[0]().float().clone()
     return (ours - our_calls(problem, implementation="naive")[0]().float()).abs().max().item()
 
 
@@ -206,7 +218,7 @@ def measure(
     rows = []
     for implementation in implementations:
         try:
-            error = max_abs_error(problem, implementation)
+            error = max_abs_error(problem, our_calls(problem, implementation=implementation))
         except UnsupportedTreeAttention:
             continue
         ours_us = microseconds(our_calls(problem, implementation=implementation))
@@ -231,6 +243,87 @@ def measure(
     return rows
 
 
+def variant_calls(problem: Problem, variant: Variant) -> list[Callable[[], torch.Tensor]]:
+    """A call of the CUDA kernel for each set."""
+
+    def call(tensors: dict) -> torch.Tensor:
+        return tree_attention_cuda(
+            tensors["q"],
+            problem.k_pool,
+            problem.v_pool,
+            problem.prefix_indptr,
+            tensors["prefix_slots"],
+            tensors["node_slots"],
+            problem.ancestors,
+            problem.depth,
+            problem.scale,
+            out=tensors["out"],
+            variant=variant,
+        )
+
+    return [lambda tensors=tensors: call(tensors) for tensors in problem.sets]
+
+
+def variants_of(
+    served: Variant, splits: list[tuple[int, int]], clusters: int, at_a_time: Callable[[int], int], split_from: int = 0
+) -> list[Variant]:
+    """`served` with other splits and clusters.
+
+    splits: (splits, blocks of a cluster), where 0 is the largest cluster of which all run at once; left out where none is.
+    clusters: without splits. at_a_time: clusters of a size that the device runs together.
+    """
+    variants = []
+    for number, given in splits:
+        at_once = [size for size in range(1, MOST_PORTABLE_CLUSTER + 1) if clusters * number <= at_a_time(size)]
+        size = given or max(at_once, default=0)
+        if size:
+            variants.append(replace(served, splits=number, cluster=size, split_from=split_from if number > 1 else 0))
+    return variants
+
+
+def measure_splits(
+    batch: int,
+    context: int,
+    nodes: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    splits: list[tuple[int, int]],
+    split_from: int,
+) -> list[dict]:
+    """A row for each variant of the CUDA kernel."""
+    problem, device = make_problem(batch, context, nodes, heads, kv_heads, head_dim), torch.cuda.current_device()
+    served = chosen(device, torch.bfloat16, batch, nodes, kv_heads, heads // kv_heads, head_dim, False)
+    clusters = clusters_of(replace(served, splits=1), batch, nodes, kv_heads)
+    rows = []
+    for variant in variants_of(served, splits, clusters, lambda size: clusters_at_a_time(device, size), split_from):
+        calls = variant_calls(problem, variant)
+        rows.append(
+            {
+                "batch": batch,
+                "context": context,
+                "nodes": nodes,
+                "kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "splits": variant.splits,
+                "cluster": variant.cluster,
+                "split_from": variant.threshold,
+                "split": variant.splits > 1 and context + nodes >= variant.threshold,
+                "chosen": variant == served,
+                "max_abs_error": max_abs_error(problem, calls),
+                "ours_us": microseconds(calls),
+                "model_us": variant.time(context + nodes),
+            }
+        )
+    return rows
+
+
+def splits_and_cluster(text: str) -> tuple[int, int]:
+    """ "2" or "2x6"."""
+    splits, _, cluster = text.partition("x")
+    return int(splits), int(cluster or 0)
+
+
 COLUMNS = (
     "batch",
     "context",
@@ -248,9 +341,27 @@ COLUMNS = (
 )
 
 
-def print_row(values) -> None:
+SPLIT_COLUMNS = (
+    "batch",
+    "context",
+    "nodes",
+    "kv_heads",
+    "head_dim",
+    "splits",
+    "cluster",
+    "split_from",
+    "split",
+    "chosen",
+    "ours_us",
+    "model_us",
+    "max_abs_error",
+)
+
+
+def print_row(row: dict, columns: tuple[str, ...]) -> None:
+    values = [row[name] for name in columns]
     cells = (f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value) for value in values)
-    print(" ".join(f"{cell:>{len(name)}}" for cell, name in zip(cells, COLUMNS)), flush=True)
+    print(" ".join(f"{cell:>{len(name)}}" for cell, name in zip(cells, columns)), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -262,16 +373,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--points", action="store_true", help="the few shapes that decide serving, not the whole grid")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--splits", nargs="+", type=splits_and_cluster, help="time these variants of the CUDA kernel: 2, 2x6"
+    )
+    parser.add_argument(
+        "--split-from", type=int, default=0, help="keys from which requests are split (default: as served)"
+    )
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)
     meta = describe(arguments.commit)
     rows = []
-    print(" ".join(COLUMNS))
     heads = arguments.heads, arguments.kv_heads, arguments.head_dim
-    for shape in POINTS if arguments.points else [(*shape, *heads) for shape in SHAPES]:
-        for row in measure(*shape, not arguments.only_ours, tuple(arguments.implementations)):
+    if arguments.splits:
+        shapes, columns = SPLIT_POINTS, SPLIT_COLUMNS
+        measured = partial(measure_splits, splits=arguments.splits, split_from=arguments.split_from)
+    else:
+        shapes, columns = POINTS if arguments.points else [(*shape, *heads) for shape in SHAPES], COLUMNS
+        options = {"with_sglang": not arguments.only_ours, "implementations": tuple(arguments.implementations)}
+        measured = partial(measure, **options)
+    print(" ".join(columns))
+    for shape in shapes:
+        for row in measured(*shape):
             rows.append(row)
-            print_row(row[column] for column in COLUMNS)
+            print_row(row, columns)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 

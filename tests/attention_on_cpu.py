@@ -2,9 +2,11 @@
 
 import ctypes
 import functools
+import math
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,22 +47,55 @@ def _range(tensor: torch.Tensor) -> Range:
     return Range(tensor.data_ptr(), numbers * tensor.element_size())
 
 
-def attention_on_cpu(inputs: dict, variant: cuda_kernel.Variant, reversed_order: bool = False, source: str = ""):
-    """`tree_attention_cuda` on the CPU; reversed_order: the warps and lanes of a block run backwards."""
+class Scratch:
+    """Parts and tickets of a variant's launches, between guards that `check` finds as they were."""
+
+    GUARD = 1024
+
+    def __init__(self, variant: cuda_kernel.Variant, grid: tuple[int, int, int]):
+        self.sizes = cuda_kernel.scratch_sizes(variant, grid)
+        self.wide = [
+            torch.full((size + 2 * self.GUARD,), -1, dtype=torch.int32) for size in self.sizes
+        ]  # NaN of floats
+        self.tensors = [wide[self.GUARD : -self.GUARD] for wide in self.wide]
+        self.tensors[1].zero_()
+
+    def check(self) -> None:
+        for wide in self.wide:
+            assert (wide[: self.GUARD] == -1).all() and (wide[-self.GUARD :] == -1).all(), "scratch is overrun"
+        assert (self.tensors[1] == 0).all(), "tickets are left"
+
+
+def attention_on_cpu(
+    inputs: dict,
+    variant: cuda_kernel.Variant,
+    reversed_order: bool = False,
+    source: str = "",
+    order: Callable[[int], list[int]] = range,
+    scratch: Scratch | None = None,
+):
+    """`tree_attention_cuda` on the CPU; reversed_order: the warps and lanes of a block run backwards.
+
+    order: of so many clusters, how they run one after another. scratch: of a launch before, or new.
+    """
     inputs = {"logit_cap": 0.0, "sinks": None, "k_scale": 1.0, "v_scale": 1.0} | inputs
     names = ("q", "k_pool", "v_pool", "prefix_indptr", "prefix_slots", "node_slots", "ancestors")
     tensors = [inputs[name] for name in names]
     assert cuda_kernel.fits(*tensors, sinks=inputs["sinks"], out=inputs["out"])
     options = [inputs[name] for name in ("scale", "logit_cap", "sinks", "k_scale", "v_scale", "out")]
-    arguments = cuda_kernel.attention_arguments(*tensors, *options)
     grid = cuda_kernel.grid_of(variant, *inputs["ancestors"].shape[:2], inputs["k_pool"].shape[1])
+    scratch = scratch or Scratch(variant, grid)
+    arguments = cuda_kernel.attention_arguments(*tensors, *options, scratch.tensors)
+    clusters = math.prod(grid) // variant.cluster
     readable = (Range * 3)(*(_range(tensor) for tensor in tensors[:3]))
     build(variant, source).tree_attention_on_cpu(
         ctypes.byref(arguments),
         ctypes.c_size_t(variant.shared_bytes),
         (ctypes.c_int * 3)(*grid),
+        (ctypes.c_int * clusters)(*order(clusters)),
         readable,
         len(readable),
         reversed_order,
     )
+    scratch.check()
     return inputs["out"]

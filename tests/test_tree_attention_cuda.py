@@ -3,6 +3,7 @@
 import dataclasses
 import faulthandler
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -10,10 +11,12 @@ import subprocess
 import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
-from attention_on_cpu import COMPILER, attention_on_cpu, build
+from attention_on_cpu import COMPILER, Scratch, attention_on_cpu, build
+from sgl_specflow.eval.tree_attention import splits_and_cluster, variants_of
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
-from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES, Variant, choose, fits
+from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES, Variant, choose, fits, grid_of
+from sgl_specflow.kernels.tree_attention.cuda_variant import LONG_PREFIX, OTHER_PREFIXES, SLOWER
 from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
 
 NVCC = shutil.which("nvcc")
@@ -195,30 +198,20 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
 BROKEN_BY_MMA = ("a turn too early", "a stage too early", "a slot of another key")  # where all warps copy
 
 
-def attends(inputs, variant, source) -> bool:
-    """Whether a kernel of this source ends, without the CPU runner's abort, with the right `out`.
-
-    The kernel runs in a forked child, which does nothing else: PyTorch's threads are not there, and work for them would
-    wait for ever.
-    """
-    build(variant, source)
-    inputs["out"] = torch.full_like(inputs["out"], NAN).share_memory_()
+def ends_well(run) -> bool:
+    """Whether `run` ends, in a process of its own and within a minute, with no AssertionError and no abort of the CPU
+    runner."""
     child = os.fork()
     if not child:
         try:
+            torch.set_num_threads(1)  # The others do not live through a fork: work for them would wait for ever.
             faulthandler.disable()
             signal.alarm(60)
-            attention_on_cpu(inputs, variant, source=source)
+            run()
             os._exit(0)
         finally:
             os._exit(1)
-    if os.waitpid(child, 0)[1]:
-        return False
-    try:
-        assert_attention(inputs["out"], inputs)
-    except AssertionError:
-        return False
-    return True
+    return os.waitpid(child, 0)[1] == 0
 
 
 @on_cpu
@@ -235,7 +228,105 @@ def test_a_broken_source_is_found(name):
         inputs["q"] *= 8  # peaks that grow by more than the slack
     # Else by wgmma, of which the swizzle is the emulation's own.
     variant = variant_of(entry, **FORMS["mma" if name in BROKEN_BY_MMA else "wgmma"])
-    assert attends(inputs, variant, "") and not attends(inputs, variant, text.replace(old, new))
+
+    def attends(source):
+        assert_attention(attention_on_cpu(inputs, variant, source=source), inputs)
+
+    assert ends_well(lambda: attends(text)) and not ends_well(lambda: attends(text.replace(old, new)))
+
+
+SPLIT_FROM = 200  # keys: 4 tiles, fewer than some of the splits below have blocks
+# nodes, (query heads, kv heads), cluster, more of Case
+SPLIT_GRID = [
+    (7, (4, 2), 1, {}),
+    (16, (4, 1), 2, {"padding": 3, "sinks": True}),
+    (17, (4, 1), 3, {"dtype": HALF, "options": {"logit_cap": 2.0, "v_scale": 3.0}}),
+    (16, (4, 1), 6, {"strided": True}),
+    (13, (6, 1), 2, WIDE),
+    (22, (6, 1), 3, {**WIDE, "padding": 2, "sinks": True}),
+]
+
+
+def split_case(nodes, heads, cluster, more):
+    """Requests without a prefix, a key short of the threshold, at it, and far above it."""
+    return (0, SPLIT_FROM - nodes - 1, SPLIT_FROM - nodes, 500), nodes, heads, cluster, more
+
+
+def shuffled(clusters: int) -> list[int]:
+    return random.Random(clusters).sample(range(clusters), clusters)
+
+
+def attend_in_any_order(inputs, variant, source="") -> None:
+    """The same bits whichever cluster comes last, and by a second launch on the same scratch."""
+    scratch = Scratch(variant, grid_of(variant, *inputs["ancestors"].shape[:2], inputs["k_pool"].shape[1]))
+    expected = attention_on_cpu(inputs, variant, source=source, scratch=scratch).clone()
+    assert_attention(expected, inputs)
+    for order, used in ((lambda clusters: range(clusters)[::-1], scratch), (shuffled, None)):
+        inputs["out"].fill_(NAN)
+        out = attention_on_cpu(inputs, variant, True, source, order, used)
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+
+
+@on_cpu
+@pytest.mark.parametrize("case, splits", [
+    *((case, splits) for splits in (2, 3, 8) for case in SPLIT_GRID), (SPLIT_GRID[1], 1), (SPLIT_GRID[4], 1),
+], ids=str)  # fmt: skip
+def test_clusters_share_the_keys_of_a_request(case, splits):
+    form = list(FORMS)[(SPLIT_GRID.index(case) + splits) % 2]
+    entry = split_case(*case)
+    variant = variant_of(entry, splits=splits, split_from=SPLIT_FROM, **FORMS[form])
+    attend_in_any_order(inputs_of(entry), variant)
+
+
+@on_cpu
+def test_short_requests_are_not_split():
+    """One cluster does all, to the bits of a variant without splits, and nothing goes to scratch."""
+    entry = split_case(*SPLIT_GRID[0])
+    inputs = inputs_of(entry)
+    variant = variant_of(entry, splits=3, split_from=SPLIT_FROM)
+    scratch = Scratch(variant, grid_of(variant, 4, 7, 2))
+    split = attention_on_cpu(inputs, variant, scratch=scratch).clone()
+    whole = attention_on_cpu(inputs, dataclasses.replace(variant, splits=1))
+    assert torch.equal(split[: 2 * 7], whole[: 2 * 7])
+    of_requests = (scratch.tensors[0].view(4, -1) != -1).any(1)
+    assert of_requests.tolist() == [False, False, True, True]
+
+
+BROKEN_SPLITS = {  # what becomes of the source
+    "the first merges": ("0) == SPLITS - 1) merge", "0) == 0) merge"),
+    "a counter that stays": ("(counter, SPLITS - 1)", "(counter, SPLITS)"),
+    "a counter for all warps": ("* WARPS + warp;", "* WARPS;"),
+    "a counter for all row blocks": ("(cluster / SPLITS * CLUSTER + rank) * WARPS", "rank * WARPS"),
+    "a ticket before the lanes have met": ("parts + split);\n        __syncwarp();", "parts + split);"),
+    "one part for all": ("parts + split);", "parts);"),
+    "an order that depends on the last": (
+        "for (int part = 0; part < PARTS; ++part) {",
+        "for (int i = 0; i < PARTS; ++i) {\n const int part = (i + blockIdx.x / CLUSTER) % PARTS;",
+    ),
+    "a threshold that clusters see differently": ("block.nodes >= SPLIT_FROM", "block.nodes >= SPLIT_FROM + split"),
+    "an empty part of a peak": ("total > 0.0f ? peak : minus_infinity, total", "peak, total"),
+    "sinks of every part": ("arguments.sinks && !sum", "arguments.sinks"),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("name", BROKEN_SPLITS)
+def test_broken_splits_are_found(name):
+    """But for the order of memory between clusters: here one runs after another."""
+    old, new = BROKEN_SPLITS[name]
+    text = cuda_kernel.SOURCE.read_text()
+    assert text.count(old) == 1
+    entry = split_case(16, (4, 1), 2, {"dtype": HALF, "sinks": name != "an empty part of a peak"})
+    inputs = inputs_of(entry)
+    if name == "an empty part of a peak":
+        inputs["q"][:, :, 0], inputs["k_pool"][:, :, 0] = -64.0, 64.0  # logits far below 0
+    variant = variant_of(entry, splits=8, split_from=SPLIT_FROM)
+    build(variant, text)  # once for all
+
+    def attends(source):
+        attend_in_any_order(inputs, variant, source)
+
+    assert ends_well(lambda: attends(text)) and not ends_well(lambda: attends(text.replace(old, new)))
 
 
 def test_what_the_kernel_does_not_take():
@@ -258,26 +349,42 @@ def test_what_the_kernel_does_not_take():
     assert takes(((5,), 7, (6, 1), 1, WIDE)) and not takes(((5,), 7, (6, 1), 1, {"head_dim": 192}))
 
 
-PARTS_OF_A_CHIP = (18, 18, 18, 16, 16, 16, 16, 14)  # multiprocessors; of an H200's 132, say
+AT_A_TIME = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of a size that an H200 runs together
 
 
-@pytest.mark.parametrize("requests, nodes, kv_heads, group, head_dim, cluster", [
-    (1, 64, 8, 4, 128, 7), (1, 256, 8, 4, 128, 2), (1, 16, 8, 4, 128, 8), (1, 64, 4, 8, 128, 7), (2, 64, 8, 4, 128, 3),
-    (8, 16, 8, 4, 128, 2), (8, 64, 8, 4, 128, 2), (16, 256, 8, 4, 128, 2), (1, 256, 32, 4, 128, 1), (1, 64, 4, 6, 256, 8),
-    (1, 128, 4, 6, 256, 4), (1, 10, 4, 6, 256, 8),
+@pytest.mark.parametrize("requests, nodes, kv_heads, group, head_dim, cluster, splits", [
+    (1, 64, 8, 4, 128, 6, 1), (1, 256, 8, 4, 128, 2, 1), (1, 16, 8, 4, 128, 6, 2), (1, 32, 8, 4, 128, 6, 2),
+    (1, 64, 4, 8, 128, 6, 1), (2, 64, 8, 4, 128, 3, 1), (2, 16, 8, 4, 128, 6, 1), (8, 16, 8, 4, 128, 2, 1),
+    (8, 64, 8, 4, 128, 2, 1), (16, 256, 8, 4, 128, 2, 1), (1, 256, 32, 4, 128, 1, 1), (1, 16, 4, 8, 128, 5, 5),
+    (1, 64, 4, 6, 256, 8, 1), (1, 128, 4, 6, 256, 4, 1), (1, 10, 4, 6, 256, 4, 7),
 ])  # fmt: skip
-def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cluster):
-    def at_a_time(size):
-        return sum(multiprocessors // size for multiprocessors in PARTS_OF_A_CHIP)
-
-    variant = choose(BFLOAT, requests, nodes, kv_heads, group, head_dim, False, True, at_a_time)
-    assert (variant.cluster, variant.row_groups) == (cluster, 1 if nodes * group <= 64 and head_dim == 128 else 2)
+def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cluster, splits):
+    variant = choose(BFLOAT, requests, nodes, kv_heads, group, head_dim, False, True, AT_A_TIME.get)
+    assert (variant.cluster, variant.splits) == (cluster, splits)
+    assert variant.row_groups == (1 if nodes * group <= 64 and head_dim == 128 else 2)
     assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
+
+
+@pytest.mark.parametrize("nodes, kv_heads, group, head_dim", [(16, 8, 4, 128), (32, 8, 4, 128), (16, 4, 6, 256)])
+def test_splits_gain_at_long_prefixes_and_cost_little_at_others(nodes, kv_heads, group, head_dim):
+    split = choose(BFLOAT, 1, nodes, kv_heads, group, head_dim, False, True, AT_A_TIME.get)
+    whole = dataclasses.replace(split, cluster=8, splits=1)
+    assert split.time(LONG_PREFIX + nodes) < 0.8 * whole.time(LONG_PREFIX + nodes)
+    assert all(split.time(prefix + nodes) <= SLOWER * whole.time(prefix + nodes) for prefix in OTHER_PREFIXES)
+    assert dataclasses.replace(split, split_from=7).threshold == 7
+
+
+def test_eval_times_the_variants_that_were_asked_for():
+    served = choose(BFLOAT, 1, 16, 8, 4, 128, False, True, AT_A_TIME.get)
+    asked = [splits_and_cluster(text) for text in ("1", "2", "8", "3x2", "17")]
+    variants = variants_of(served, asked, 8, AT_A_TIME.get)
+    assert [(variant.splits, variant.cluster) for variant in variants] == [(1, 8), (2, 6), (8, 2), (3, 2)]
+    assert variants[1] == served
 
 
 def test_triton_deals_out_what_does_not_run_at_once(monkeypatch):
     monkeypatch.setattr(cuda_kernel, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(cuda_kernel, "clusters_at_a_time", lambda device, size: sum(n // size for n in PARTS_OF_A_CHIP))
+    monkeypatch.setattr(cuda_kernel, "clusters_at_a_time", lambda device, size: AT_A_TIME[size])
     cuda_kernel.chosen.cache_clear()
 
     def at_once(requests, nodes, heads=32, kv_heads=8):
@@ -285,7 +392,7 @@ def test_triton_deals_out_what_does_not_run_at_once(monkeypatch):
         ancestors = torch.empty(requests, nodes, 8, dtype=torch.int32, device="meta")
         return cuda_kernel.runs_at_once(q, torch.empty(1, kv_heads, 128, device="meta"), ancestors)
 
-    assert at_once(1, 64) and at_once(1, 256) and at_once(8, 16) and at_once(4, 64, kv_heads=4)
+    assert at_once(1, 16) and at_once(1, 64) and at_once(1, 256) and at_once(8, 16) and at_once(4, 64, kv_heads=4)
     assert not at_once(8, 64) and not at_once(16, 16) and not at_once(4, 256)
     cuda_kernel.chosen.cache_clear()
 
@@ -301,6 +408,18 @@ VARIANTS = [
         (HALF, 8, 2, 4, True, True, 256, ("wgmma",)),
     )
     for form in forms
+]
+VARIANTS += [
+    Variant(
+        dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, splits=splits, **FORMS[form]
+    )
+    for dtype, group, row_groups, cluster, capped, dependent, head_dim, splits, form in (
+        (BFLOAT, 4, 1, 6, False, False, 128, 2, "wgmma"),
+        (BFLOAT, 4, 2, 6, False, False, 128, 2, "mma"),
+        (HALF, 4, 1, 1, True, True, 128, 8, "wgmma"),
+        (BFLOAT, 6, 2, 4, False, False, 256, 7, "wgmma"),
+        (BFLOAT, 6, 2, 4, False, False, 256, 7, "mma"),
+    )
 ]
 
 
@@ -324,7 +443,7 @@ def test_nvrtc_compiles_it(tmp_path, monkeypatch):
     except nvrtc.CudaToolsMissing as error:
         pytest.skip(str(error))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for variant in VARIANTS[:4]:
+    for variant in (*VARIANTS[:4], VARIANTS[-1]):
         assert b"tree_attention" in cuda_kernel.compile_for(variant, "sm_90a")
 
 
@@ -342,7 +461,9 @@ def test_the_compiled_kernel_attends(entry, form):
     (heads, kv_heads), requests = case.heads, len(case.prefix)
     group, dim = heads // kv_heads, case.head_dim
     variant = cuda_kernel.chosen(0, case.dtype, requests, case.nodes, kv_heads, group, dim, False)
-    variant = dataclasses.replace(variant_of(entry, **FORMS[form]), cluster=entry[3] or variant.cluster)
+    if entry[3] is None:
+        entry = (*entry[:3], variant.cluster, entry[4])
+    variant = variant_of(entry, splits=variant.splits, **FORMS[form])
     assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
 
 
@@ -354,19 +475,40 @@ def test_the_compiled_kernel_serves_all_options(entry):
 
 
 @gpu
-def test_dependent_launches_in_a_graph_follow_lengths():
-    entry = ((900, 40), 33, (8, 2), 4, {})
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("cluster, splits", [(4, 1), (6, 2), (3, 3), (2, 8), (1, 8)])
+def test_launches_in_graphs_follow_lengths(cluster, splits, dependent):
+    """Two graphs, which share scratch where there are splits; of each length the same bits again and again."""
+    entry = ((900, 40), 33, (8, 2), cluster, {})
     inputs = inputs_of(entry, "cuda")
-    variant = variant_of(entry, wgmma=nvrtc.architecture(0) == "sm_90a", dependent=True)
+    wgmma = nvrtc.architecture(0) == "sm_90a"
+    variant = variant_of(entry, wgmma=wgmma, dependent=dependent, splits=splits, split_from=300)
     cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
-        again = dict(inputs, q=inputs["out"].clone(), out=torch.empty_like(inputs["out"]))
-        cuda_kernel.tree_attention_cuda(**again, variant=variant)
-    for bounds in ([0, 900, 940], [0, 1, 1], [0, 0, 700], [0, 512, 513]):
+    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
+            again = dict(inputs, q=inputs["out"].clone(), out=torch.empty_like(inputs["out"]))
+            cuda_kernel.tree_attention_cuda(**again, variant=variant)
+    for bounds in ([0, 900, 940], [0, 1, 1], [0, 0, 700], [0, 512, 513], [0, 266, 533]):
         inputs["prefix_indptr"].copy_(torch.tensor(bounds, dtype=torch.int32))
         inputs["out"].fill_(NAN)
-        graph.replay()
-        assert_attention(inputs["out"], inputs)
+        graphs[0].replay()
+        expected = inputs["out"].clone()
+        assert_attention(expected, inputs)
+        for _ in range(100):  # clusters come last in many orders
+            inputs["out"].fill_(NAN)
+            graphs[1].replay()
+            assert torch.equal(inputs["out"].view(torch.int16), expected.view(torch.int16))
         assert_attention(again["out"], again)
+
+
+@gpu
+def test_scratch_is_not_allocated_while_a_graph_is_captured():
+    entry = ((40,), 9, (8, 2), 2, {})
+    inputs = inputs_of(entry, "cuda")
+    variant = variant_of(entry, splits=2, split_from=1)
+    cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
+    cuda_kernel._scratch.cache_clear()
+    with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cuda_kernel.tree_attention_cuda(**inputs, variant=variant)

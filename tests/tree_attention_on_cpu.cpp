@@ -138,6 +138,14 @@ static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, u
     multiply_add(c, a, b0, b1, multiply_warp);
 }
 #endif
+static void expect_part();
+// No fiber gives way inside.
+static unsigned draw_ticket(unsigned* counter, unsigned last) {
+    expect_part();
+    const unsigned before = *counter;
+    *counter = before >= last ? 0 : before + 1;
+    return before;
+}
 static std::vector<bool> waited;
 static void wait_for_earlier_kernels() { waited[on_cpu::running] = true; }
 static void let_later_kernels_start() {
@@ -151,16 +159,31 @@ static void copy_in_turn(void* to, const void* from) {
 #include "tree_attention.cu"
 #undef copy_async_16
 
+static const AttentionArguments* given;
+// A warp has left its rows in scratch, which begins as NaN: another cluster may merge them as soon as it has the ticket.
+static void expect_part() {
+    const int cluster = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
+    const Part& part = reinterpret_cast<const Part*>(given->parts)[cluster];
+    const int rows = min(ROWS, int(given->nodes) * GROUP - blockIdx.x / (CLUSTER * SPLITS) * ROWS);
+    for (int row = blockIdx.x % CLUSTER + CLUSTER * (threadIdx.x / 32); row < rows; row += CLUSTER * WARPS) {
+        const float2 own = part.peak_and_total[row];
+        const float* sums = part.rows[row];
+        if (std::isnan(own.x) || std::isnan(own.y) || std::any_of(sums, sums + DIM, [](float x) { return std::isnan(x); }))
+            on_cpu::fail("a ticket is drawn before the part is in scratch");
+    }
+}
+
+// order: the grid's clusters, by number, as they run one after another.
 extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_t shared_bytes, const int* grid,
-                                      const on_cpu::Range* readable, int ranges, bool reversed) {
+                                      const int* order, const on_cpu::Range* readable, int ranges, bool reversed) {
     on_cpu::readable.assign(readable, readable + ranges);
+    given = arguments;
     gridDim = {grid[0], grid[1], grid[2]};
-    for (int z = 0; z < grid[2]; ++z)
-        for (int y = 0; y < grid[1]; ++y)
-            for (int x = 0; x < grid[0]; x += CLUSTER) {
-                blockIdx = {x, y, z};
-                constexpr int threads = THREADS + 32 * COPIERS;
-                waited.assign(CLUSTER * threads, false);
-                on_cpu::run_cluster(CLUSTER, threads, shared_bytes, reversed, [&] { tree_attention(*arguments); });
-            }
+    const int across = grid[0] / CLUSTER;
+    for (int i = 0; i < across * grid[1] * grid[2]; ++i) {
+        blockIdx = {order[i] % across * CLUSTER, order[i] / across % grid[1], order[i] / across / grid[1]};
+        constexpr int threads = THREADS + 32 * COPIERS;
+        waited.assign(CLUSTER * threads, false);
+        on_cpu::run_cluster(CLUSTER, threads, shared_bytes, reversed, [&] { tree_attention(*arguments); });
+    }
 }

@@ -3,22 +3,25 @@
 import ctypes
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
+from sgl_specflow.kernels.tree_attention.cuda_variant import (
+    DTYPES,
+    MOST_PORTABLE_CLUSTER,
+    THREADS,
+    Variant,
+    choose,
+    clusters_of,
+    grid_of,
+)
 
 SOURCE = Path(__file__).with_name("tree_attention.cu")
-DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 INDEX_DTYPES = (torch.int32, torch.int64)
 LEAST_CAPABILITY = (9, 0)  # clusters
 HEAD_DIMS = (128, 256)
 MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
-MOST_PORTABLE_CLUSTER = 8
-# As the source has them.
-THREADS, TILE, WORDS = 256, 64, 11
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
 LOG2_E = math.log2(math.e)
 NEEDS = (
@@ -26,65 +29,6 @@ NEEDS = (
     f"to {MOST_GROUP} query heads a kv head, to {MOST_NODES} nodes and {MOST_REQUESTS} requests, no sliding window, float32 "
     "sinks, and rows of q, k_pool, v_pool and out at 16-byte addresses"
 )
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What `tree_attention.cu` is compiled for.
-
-    Attributes:
-        dtype: of q, k and v. group: query heads of a kv head. row_groups: 64 rows of a block each, 1 or 2; with 1 the
-            block's other half works on other keys. cluster: blocks that share a request's keys.
-        capped: whether logits are capped. wgmma: products by Hopper's instruction, on sm_90a alone, and a pipeline.
-        stages: turns of the ring, 2 at least; with wgmma half turns, 4 at least. 0: `ring`'s choice.
-        dependent: launched ahead inside CUDA graphs. head_dim: 128, or 256 with row_groups 2.
-    """
-
-    dtype: torch.dtype
-    group: int
-    row_groups: int
-    cluster: int
-    capped: bool = False
-    wgmma: bool = False
-    stages: int = 0
-    dependent: bool = False
-    head_dim: int = 128
-
-    @property
-    def ring(self) -> int:
-        """Stages: those asked for, or as many as are worth their memory (a turn of one row group is twice as long)."""
-        return self.stages or (1 + self.wgmma) * (2 if self.head_dim == 256 else 5 if self.row_groups == 2 else 3)
-
-    @property
-    def threads(self) -> int:
-        return THREADS + 128 * self.wgmma
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.row_groups
-
-    @property
-    def shared_bytes(self) -> int:
-        """The source's Shared: the ring and, over it, sums; q and ancestor bits."""
-        key_groups = 2 // self.row_groups
-        ring = self.ring * key_groups * TILE * self.head_dim * 2 * (1 if self.wgmma else 2)
-        sums = key_groups * self.rows * ((self.head_dim + 8) * 4 + 8)
-        barriers = 16 * self.ring if self.wgmma else 0
-        return max(ring, sums) + self.rows * (self.head_dim * 2 + WORDS * 4) + barriers
-
-    def defines(self) -> dict[str, int]:
-        return {
-            "HALF": DTYPES.index(self.dtype),
-            "HEAD_DIM": self.head_dim,
-            "GROUP": self.group,
-            "ROW_GROUPS": self.row_groups,
-            "CLUSTER": self.cluster,
-            "STAGES": self.ring,
-            "CAPPED": int(self.capped),
-            "WGMMA": int(self.wgmma),
-            "DEPENDENT": int(self.dependent),
-            "SHARED_BYTES": self.shared_bytes,
-        }
 
 
 class AttentionArguments(ctypes.Structure):
@@ -117,6 +61,7 @@ class AttentionArguments(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_double) for name in ("scale", "inner_scale", "v_scale")),
+        *((name, ctypes.c_int64) for name in ("parts", "tickets")),
     ]
 
 
@@ -175,41 +120,6 @@ def supported(
     )
 
 
-# What a block takes, roughly, in microseconds on an H200: to begin and to merge, and a tile of 128 rows of 128.
-BLOCK_TIME, TILE_TIME, ASSUMED_PREFIX = 7.5, 1.5, 4096
-
-
-def choose(
-    dtype: torch.dtype,
-    num_requests: int,
-    num_nodes: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    capped: bool,
-    wgmma: bool,
-    clusters_at_a_time: Callable[[int], int],
-) -> Variant:
-    """The variant of a shape; prefix lengths do not enter, so that a CUDA graph holds.
-
-    The largest cluster of which all run at once; where no size does, the one that takes least time, its waves counted.
-    Several requests are cut in 2 at least, so that a long one among short ones is not one block's work.
-    clusters_at_a_time: of a size, how many clusters the device runs together.
-    """
-    row_groups = 1 if num_nodes * group <= 64 and head_dim == 128 else 2
-    clusters = num_requests * num_kv_heads * -(-num_nodes * group // (64 * row_groups))  # as grid_of has them
-    tiles = -(-(ASSUMED_PREFIX + num_nodes) // TILE)
-
-    def time(size: int) -> float:
-        return -(-clusters // clusters_at_a_time(size)) * (BLOCK_TIME + TILE_TIME * head_dim / 128 * tiles / size)
-
-    least = 2 if num_requests > 1 else 1
-    sizes = [size for size in range(least, MOST_PORTABLE_CLUSTER + 1) if clusters_at_a_time(size)]
-    at_once = [size for size in sizes if clusters <= clusters_at_a_time(size)]
-    cluster = max(at_once) if at_once else min(sizes, key=time)
-    return Variant(dtype, group, row_groups, cluster, capped, wgmma, head_dim=head_dim)
-
-
 def tree_attention_cuda(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -230,8 +140,10 @@ def tree_attention_cuda(
 ) -> torch.Tensor:
     """The contract of `dispatch.tree_attention` where `supported` says so. depth is not read.
 
-    One launch, no host synchronisation but at the first call of a variant, which compiles: call once before a CUDA graph
-    is captured. The same input gives the same bits. variant: `choose`'s.
+    One launch, no host synchronisation but at the first call of a variant and a shape, which compiles and allocates: call
+    once before a CUDA graph is captured. The same input gives the same bits. variant: `choose`'s. Where it has splits,
+    launches of one shape on a device share `_scratch`, and must not run at the same time: those of one stream, on which
+    any number of graphs may be replayed, never do.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -241,6 +153,7 @@ def tree_attention_cuda(
     if variant is None:
         group = q.shape[1] // num_kv_heads
         variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, q.shape[2], logit_cap > 0)
+    grid = grid_of(variant, num_requests, num_nodes, num_kv_heads)
     arguments = attention_arguments(
         q,
         k_pool,
@@ -255,17 +168,13 @@ def tree_attention_cuda(
         k_scale,
         v_scale,
         out,
+        _scratch(device, *scratch_sizes(variant, grid)) if variant.splits > 1 else (None, None),
     )
     with torch.cuda.device(device):
         kernels, stream = _load(variant, device), torch.cuda.current_stream().cuda_stream
         ahead = variant.dependent and torch.cuda.is_current_stream_capturing()
-        grid = grid_of(variant, num_requests, num_nodes, num_kv_heads)
         kernels.launch("tree_attention", grid, variant.threads, variant.shared_bytes, stream, arguments, ahead)
     return out
-
-
-def grid_of(variant: Variant, num_requests: int, num_nodes: int, num_kv_heads: int) -> tuple[int, int, int]:
-    return variant.cluster * -(-num_nodes * variant.group // variant.rows), num_kv_heads, num_requests
 
 
 def attention_arguments(
@@ -282,8 +191,10 @@ def attention_arguments(
     k_scale,
     v_scale,
     out,
+    scratch=(None, None),
 ) -> AttentionArguments:
-    """The kernel's argument, which keeps no reference to the tensors; all must outlive the launch."""
+    """The kernel's argument, which keeps no reference to the tensors; all must outlive the launch. scratch: parts and
+    tickets, of `scratch_sizes`, for a variant with splits."""
     tensors = (q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sinks, out)
     inner_scale = scale * k_scale
     return AttentionArguments(
@@ -296,7 +207,31 @@ def attention_arguments(
         LOG2_E * (logit_cap if logit_cap > 0 else inner_scale),
         inner_scale / logit_cap if logit_cap > 0 else 1.0,
         v_scale,
+        *(0 if tensor is None else tensor.data_ptr() for tensor in scratch),
     )
+
+
+def scratch_sizes(variant: Variant, grid: tuple[int, int, int]) -> tuple[int, int]:
+    """float32 numbers of parts, one of a cluster, and int32 tickets, one of a warp and those that have its rows in other
+    clusters."""
+    clusters = math.prod(grid) // variant.cluster
+    return clusters * variant.part_floats, clusters // variant.splits * variant.cluster * (THREADS // 32)
+
+
+@functools.cache
+def _scratch(device: int, num_floats: int, num_tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and tickets of a device's launches of these sizes, never freed: graphs hold the addresses. Every launch leaves
+    tickets at 0 and reads of parts only what it wrote, so launches one after another need nothing in between."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tree_attention: the first call of a shape allocates scratch, and a CUDA graph is being captured; call "
+                "once with the same shapes before the capture"
+            )
+        parts = torch.empty(num_floats, dtype=torch.float32, device="cuda")
+        tickets = torch.zeros(num_tickets, dtype=torch.int32, device="cuda")
+        torch.cuda.current_stream().synchronize()  # other streams find tickets at 0
+    return parts, tickets
 
 
 @functools.cache
@@ -321,8 +256,8 @@ def runs_at_once(q: torch.Tensor, k_pool: torch.Tensor, ancestors: torch.Tensor,
     (num_requests, num_nodes), num_kv_heads, device = ancestors.shape[:2], k_pool.shape[1], q.device.index
     group = q.shape[1] // num_kv_heads
     variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, q.shape[2], logit_cap > 0)
-    blocks, heads, requests = grid_of(variant, num_requests, num_nodes, num_kv_heads)
-    return blocks // variant.cluster * heads * requests <= clusters_at_a_time(device, variant.cluster)
+    clusters = clusters_of(variant, num_requests, num_nodes, num_kv_heads)
+    return clusters <= clusters_at_a_time(device, variant.cluster)
 
 
 @functools.cache

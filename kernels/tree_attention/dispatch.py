@@ -65,7 +65,7 @@ def tree_attention(
 
     Raises ValueError for inputs that break this contract, UnsupportedTreeAttention for those that the chosen kernel
     does not serve. Both kernels allocate by shape alone and do not synchronise, so a CUDA graph may hold them; the CUDA
-    one compiles at the first call of a variant, so call once before a graph is captured.
+    one compiles and allocates scratch at the first call of a shape, so call once before a graph is captured.
     """
     _check_contract(q, k_pool, v_pool, prefix_indptr, node_slots, ancestors, depth, scale, k_scale, sinks, out)
     arguments = (

@@ -7,6 +7,18 @@
 // sums in its own shared memory, and all blocks of the cluster merge a part of the rows, reading each other's: nothing
 // goes through global memory. A block without tiles has nothing to add and helps to merge.
 //
+// With SPLITS > 1 so many clusters share the tiles of a request that has SPLIT_FROM keys or more; of a shorter one the
+// first cluster does all, and the others end at once. Each cluster leaves the merged, unnormalised sums, peaks and totals of
+// its rows in scratch in global memory. Warp w of block b has the same rows in all of these clusters, and one ticket counter
+// for them: who draws the last ticket merges, in the order of the clusters, so that the bits do not depend on who that is.
+// Nobody waits for another cluster, so they need not run together. A counter wraps to 0 with its last ticket: the next launch
+// finds it as this one did.
+//
+// Why the last sees all parts: a warp's lanes write theirs, and __syncwarp orders these before lane 0's ticket, an atomic
+// release at GPU scope. The last ticket, an acquire, reads what the one before wrote, and so on down to the first: what was
+// written before any of them happens before it, and __syncwarp passes that on to the lanes that read. The next launch on the
+// stream, of the same scratch, writes behind the end of this one.
+//
 // What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
 // later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
 // while the first tiles are under way, and only where the block has tiles of the tree.
@@ -29,8 +41,8 @@
 // are mma.sync, all warps copy, and they meet once a turn.
 //
 // Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
-// 2), CLUSTER (1 to 16, any number), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped),
-// WGMMA, DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
+// 2), CLUSTER (1 to 16, any number), SPLITS (1 to 32) and SPLIT_FROM, STAGES (turns that the ring holds, or units), CAPPED
+// (whether logits are capped), WGMMA, DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
 //
 // With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
 // anything, and lets later ones start behind its wait: fp8_linear.cu says what that rests on.
@@ -184,6 +196,14 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST));
 }
 #endif
+#if SPLITS > 1
+// How many tickets of a counter were drawn before; the one with `last` before it sets the counter to 0.
+__device__ __forceinline__ unsigned draw_ticket(unsigned* counter, unsigned last) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+    return before;
+}
+#endif
 #if DEPENDENT
 __device__ __forceinline__ void let_later_kernels_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -241,6 +261,8 @@ struct AttentionArguments {
     double scale;  // of logits, to base 2; where they are capped: of tanh(inner_scale * logits)
     double inner_scale;
     double v_scale;
+    i64 parts;    // Part [clusters], with SPLITS > 1
+    i64 tickets;  // unsigned [clusters / SPLITS, CLUSTER, WARPS], all 0 before and after a launch
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
@@ -253,13 +275,12 @@ constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
 constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
 constexpr int WARP_KEYS = TURN / COPYING_WARPS;
-constexpr int PARTS = CLUSTER * KEY_GROUPS;
 constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 #if WGMMA
 static_assert(STAGES >= 4, "a pipeline of two turns at least");
 #endif
-static_assert(PARTS <= 32 && STAGES > 1, "a lane has one part; a stage is filled while another is read");
+static_assert(STAGES > 1, "a stage is filled while another is read");
 static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
 struct Tile {
@@ -291,6 +312,10 @@ struct Shared {
 #endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
+struct Part {  // of a row block: what a cluster adds
+    float rows[ROWS][DIM];
+    float2 peak_and_total[ROWS];
+};
 
 // What all lanes of a warp have; the compiler does not know, and moves operands of wgmma from register to register.
 __device__ __forceinline__ int uniform(int x) { return WGMMA ? __shfl_sync(~0u, x, 0) : x; }
@@ -661,40 +686,58 @@ struct Rows {
     }
 };
 
-// Rows of a warp's share of the merge, and as many of them at a time as have all reads under way together.
-constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);
-constexpr int READS = PARTS * (DIM / 128);  // of 16 bytes a lane, a row
-constexpr int MERGED_AT_ONCE = MERGED_ROWS * READS <= 16 ? MERGED_ROWS : READS <= 16 ? 16 / READS : 1;
+// What is added up: by key group and block, in the shared memory of the cluster.
+struct OfBlocks {
+    static constexpr int COUNT = CLUSTER * KEY_GROUPS;
+    const Sums& sums;
 
-// Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, by a warp: lane p has part p's peak and total of a
-// row, and each lane four columns of each 128 of the result.
-__device__ __forceinline__ void merge_rows(const Block& block, int first) {
-    const Sums& sums = block.shared.sums;
+    __device__ __forceinline__ float2 peak_and_total(int part, int row) const {
+        return load_of_block(&sums.peak_and_total[part % KEY_GROUPS][row], part / KEY_GROUPS);
+    }
+    __device__ __forceinline__ float4 columns(int part, int row, int four) const {
+        return load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + four, part / KEY_GROUPS);
+    }
+};
+// Or by cluster, in scratch.
+struct OfClusters {
+    static constexpr int COUNT = SPLITS;
+    const Part* parts;
+
+    __device__ __forceinline__ float2 peak_and_total(int part, int row) const { return parts[part].peak_and_total[row]; }
+    __device__ __forceinline__ float4 columns(int part, int row, int four) const {
+        return reinterpret_cast<const float4*>(parts[part].rows[row])[four];
+    }
+};
+constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);  // a warp
+
+// Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, AT_ONCE of them, by a warp: lane p has part p's peak
+// and total of a row, and each lane four columns of each 128 of the result. That goes to `sum`, or to out where it is null.
+template <int AT_ONCE, class Parts>
+__device__ __forceinline__ void merge_rows(const Block& block, int first, const Parts& from, Part* sum) {
+    constexpr int PARTS = Parts::COUNT, READS = PARTS * (DIM / 128);  // of 16 bytes a lane, a row
+    static_assert(PARTS <= 32, "a lane has one part");
     const AttentionArguments& arguments = block.arguments;
     const int lane = threadIdx.x % 32;
     const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(arguments.v_scale);
-    float2 own[MERGED_AT_ONCE];
-    float4 parts[MERGED_AT_ONCE][READS];
-    float sinks[MERGED_AT_ONCE];
+    float2 own[AT_ONCE];
+    float4 parts[AT_ONCE][READS];
+    float sinks[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
         const int row = min(first + i * CLUSTER * WARPS, ROWS - 1);
         own[i] = {minus_infinity, 0.0f};
-        if (lane < PARTS) own[i] = load_of_block(&sums.peak_and_total[lane % KEY_GROUPS][row], lane / KEY_GROUPS);
+        if (lane < PARTS) own[i] = from.peak_and_total(lane, row);
 #pragma unroll
-        for (int read = 0; read < READS; ++read) {
-            const int part = read % PARTS, column = read / PARTS * 32 + lane;
-            parts[i][read] = load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + column,
-                                           part / KEY_GROUPS);
-        }
+        for (int read = 0; read < READS; ++read)
+            parts[i][read] = from.columns(read % PARTS, row, read / PARTS * 32 + lane);
         sinks[i] = minus_infinity;
-        if (arguments.sinks)
+        if (arguments.sinks && !sum)
             sinks[i] = reinterpret_cast<const float*>(
                            arguments.sinks)[block.head * GROUP + unsigned(block.first_row + row) % GROUP] *
                        1.4426950408889634f;
     }
 #pragma unroll
-    for (int i = 0; i < MERGED_AT_ONCE; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
         const int row = first + i * CLUSTER * WARPS;
         float peak = fmaxf(own[i].x, sinks[i]);
 #pragma unroll
@@ -706,6 +749,8 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
         for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
         total += exp2_approx(sinks[i] - peak);
         const float factor = total > 0.0f ? v_scale / total : 0.0f;
+        if (sum && lane == 0 && row < ROWS && block.row_exists(row))
+            sum->peak_and_total[row] = {total > 0.0f ? peak : minus_infinity, total};
 #pragma unroll
         for (int column = 0; column < DIM / 128; ++column) {
             float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -719,11 +764,25 @@ __device__ __forceinline__ void merge_rows(const Block& block, int first) {
                 mixed.w = fmaf(share, own_part.w, mixed.w);
             }
             if (row < ROWS && block.row_exists(row)) {
-                char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
-                reinterpret_cast<uint2*>(out)[column * 32 + lane] = {pack(mixed.x * factor, mixed.y * factor),
-                                                                     pack(mixed.z * factor, mixed.w * factor)};
+                if (sum) {
+                    reinterpret_cast<float4*>(sum->rows[row])[column * 32 + lane] = mixed;
+                } else {
+                    char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
+                    reinterpret_cast<uint2*>(out)[column * 32 + lane] = {pack(mixed.x * factor, mixed.y * factor),
+                                                                         pack(mixed.z * factor, mixed.w * factor)};
+                }
             }
         }
+    }
+}
+// All of the warp's rows, of which block `rank` of a cluster has every CLUSTER-th.
+template <class Parts>
+__device__ __forceinline__ void merge(const Block& block, int rank, int warp, const Parts& from, Part* sum) {
+    constexpr int READS = Parts::COUNT * (DIM / 128);
+    constexpr int AT_ONCE = MERGED_ROWS * READS <= 16 ? MERGED_ROWS : READS <= 16 ? 16 / READS : 1;  // reads under way
+    for (int i = 0; i < MERGED_ROWS; i += AT_ONCE) {
+        const int row = rank + CLUSTER * (warp + WARPS * i);
+        if (row < ROWS && block.row_exists(row)) merge_rows<AT_ONCE>(block, row, from, sum);
     }
 }
 
@@ -733,7 +792,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const int warp = uniform(threadIdx.x / 32), rank = blockIdx.x % CLUSTER;
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
-    Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / CLUSTER * ROWS,
+    const int split = int(blockIdx.x) / CLUSTER % SPLITS;
+    Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / (CLUSTER * SPLITS) * ROWS,
                    int(arguments.nodes), 0, 0, nullptr, nullptr};
 #if DEPENDENT
     wait_for_earlier_kernels();
@@ -742,6 +802,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
     block.begin = bounds[0];
     block.length = uniform(bounds[1] - block.begin);
+    const bool shares = SPLITS > 1 && block.length + block.nodes >= SPLIT_FROM;  // its keys, as all its clusters find
+    if (split > 0 && !shares) return;
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
@@ -756,7 +818,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #endif
     const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
     // Whole tiles a block, so that those of the prefix stay without a mask.
-    const int first_tile = int(i64(tiles) * rank / CLUSTER), last_tile = int(i64(tiles) * (rank + 1) / CLUSTER);
+    const auto tiles_before = [&](int block_of_cluster) {
+        return shares ? int(i64(tiles) * (split * CLUSTER + block_of_cluster) / (CLUSTER * SPLITS))
+                      : int(i64(tiles) * block_of_cluster / CLUSTER);
+    };
+    const int first_tile = tiles_before(rank), last_tile = tiles_before(rank + 1);
 #if WGMMA
     if (warp >= WARPS) {
         give_registers<56>();
@@ -853,10 +919,21 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #else
     __syncthreads();
 #endif
-    for (int i = 0; i < MERGED_ROWS; i += MERGED_AT_ONCE) {
-        const int row = rank + CLUSTER * (warp + WARPS * i);
-        if (row < ROWS && block.row_exists(row)) merge_rows(block, row);
-    }
+    const OfBlocks of_blocks = {shared.sums};
+#if SPLITS > 1
+    if (shares) {
+        const unsigned cluster = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
+        Part* parts = reinterpret_cast<Part*>(arguments.parts) + (cluster - split);
+        merge(block, rank, warp, of_blocks, parts + split);
+        __syncwarp();
+        unsigned* counter =
+            reinterpret_cast<unsigned*>(arguments.tickets) + (cluster / SPLITS * CLUSTER + rank) * WARPS + warp;
+        const unsigned ticket = threadIdx.x % 32 == 0 ? draw_ticket(counter, SPLITS - 1) : 0;
+        __syncwarp();
+        if (__shfl_sync(~0u, ticket, 0) == SPLITS - 1) merge(block, rank, warp, OfClusters{parts}, nullptr);
+    } else
+#endif
+        merge(block, rank, warp, of_blocks, nullptr);
 #if CLUSTER > 1
     cluster_sync();  // a block that ends takes its shared memory away
 #endif
