@@ -9,6 +9,7 @@ Variants of the same number of warps are held to the same bits.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import WEAVER_27B
 from sgl_specflow.eval.timing import microseconds
@@ -41,7 +43,7 @@ def products(config: WeaverConfig) -> dict[str, tuple[row_linear.Ends, int, int]
 
 
 def variants(ends: row_linear.Ends, depth: int, features: int, rows: int) -> list[row_linear.Variant]:
-    return row_linear.alternatives(torch.bfloat16, ends, rows, depth, features, *row_linear._device(0))
+    return row_linear.alternatives(torch.bfloat16, ends, rows, depth, features, *row_linear.abilities(0))
 
 
 def compile_all(row_counts: list[int]) -> None:
@@ -62,14 +64,14 @@ def measure(
     weights = [random(features, depth) / depth**0.5 for _ in range(max(2, int(ROTATED_BYTES / (2 * features * depth))))]
     x, bias = random(rows, depth), random(features) if ends.bias else None
     residual = random(rows, features) if ends.residual else None
-    now = row_linear.choose(x.dtype, ends, rows, depth, features, *row_linear._device(0))
-    torch_us = microseconds([lambda weight=weight: torch.matmul(x, weight.T) for weight in weights])
+    now = row_linear.choose(x.dtype, ends, rows, depth, features, *row_linear.abilities(0))
+    torch_us = microseconds([functools.partial(F.linear, x, weight) for weight in weights])
     outs, figures = {}, []
     for form in variants(ends, depth, features, rows)[:forms]:
-        call = lambda weight, form=form: row_linear.row_linear(x, weight, bias, residual, ends.norm, ends.gated, form)
-        out = call(weights[0])
+        arguments = bias, residual, ends.norm, ends.gated, form
+        out = row_linear.row_linear(x, weights[0], *arguments)
         assert torch.equal(out, outs.setdefault(form.warps, out)), form
-        taken = microseconds([lambda weight=weight: call(weight) for weight in weights])
+        taken = microseconds([functools.partial(row_linear.row_linear, x, weight, *arguments) for weight in weights])
         row = {"product": product, "rows": rows} | {name: getattr(form, name) for name in FORM}
         figures.append(row | {"us": taken, "torch_us": torch_us, "now": form == now})
     return sorted(figures, key=lambda row: row["us"])

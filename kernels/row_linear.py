@@ -102,7 +102,7 @@ def row_linear(
     gated: bool = False,
     variant: Variant | None = None,
 ) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, and the ends, in one launch made for up to 64 rows: [..., N], or half of it.
+    """x [..., K] times weight [N, K] transposed, with its ends, in one launch made for few rows: [..., N], or [..., N / 2].
 
     With y = x, or x / sqrt(mean(x^2) + 1e-6) of each row where `norm`; p = y @ weight.T + bias; q = p, or
     silu(p[..., : N / 2]) * p[..., N / 2 :] where `gated`; the result is q + residual. Sums are float32, and the result is
@@ -118,7 +118,7 @@ def row_linear(
     ends = Ends(norm, bias is not None, gated, residual is not None)
     device = x.device.index
     rows, (features, depth) = x.numel() // x.shape[-1], weight.shape
-    variant = variant or choose(x.dtype, ends, rows, depth, features, *_device(device))
+    variant = variant or choose(x.dtype, ends, rows, depth, features, *abilities(device))
     _check_variant(variant, x.dtype, ends, depth, device)
     out = x.new_empty(*x.shape[:-1], features // 2 if gated else features)
     with torch.cuda.device(device):
@@ -160,7 +160,9 @@ def _check_variant(variant: Variant, dtype: torch.dtype, ends: Ends, depth: int,
         raise ValueError(f"row_linear: {dtype}, depth {depth}, {ends} is not what {variant} is for")
     there = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     if variant.shared_bytes > there:
-        raise ValueError(f"row_linear: {variant} needs {variant.shared_bytes} bytes of shared memory, {there} are there")
+        raise ValueError(
+            f"row_linear: {variant} needs {variant.shared_bytes} bytes of shared memory, {there} are there"
+        )
 
 
 def row_linear_arguments(x, weight, bias, residual, out) -> RowLinearArguments:
@@ -198,7 +200,9 @@ def choose(
     """
     forms = _forms(dtype, ends, rows, depth, (8,), (dependent,))
     if not forms:
-        raise ValueError(f"row_linear: weights of depth {depth} do not fit a block's shared memory, 8 features at a time")
+        raise ValueError(
+            f"row_linear: weights of depth {depth} do not fit a block's shared memory, 8 features at a time"
+        )
     return min(forms, key=lambda form: block_time(form, rows, depth, features, multiprocessors))
 
 
@@ -226,7 +230,9 @@ def _forms(dtype: torch.dtype, ends: Ends, rows: int, depth: int, warps, depende
         Variant(dtype, ends, steps_of(depth, count), count, row_groups_of(rows), tile, ahead)
         for count, tile, ahead in itertools.product(warps, tiles, dependent)
     ]
-    return [form for form in forms if form.shared_bytes <= HOPPERS_SHARED_BYTES and _registers(form) <= 2048 // form.warps]
+    return [
+        form for form in forms if form.shared_bytes <= HOPPERS_SHARED_BYTES and _registers(form) <= 2048 // form.warps
+    ]
 
 
 def _registers(form: Variant) -> int:
@@ -236,7 +242,7 @@ def _registers(form: Variant) -> int:
 
 
 @functools.cache
-def _device(device: int) -> tuple[int, bool]:
+def abilities(device: int) -> tuple[int, bool]:
     """How many multiprocessors it has, and whether it can launch kernels ahead."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, (properties.major, properties.minor) >= DEPENDENT_CAPABILITY
