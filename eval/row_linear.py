@@ -3,9 +3,9 @@
     python -m sgl_specflow.eval row_linear --out eval/results/row_linear_variants.json
 
 One CUDA graph holds a call for each of several weights, which together exceed the L2 cache; `us` is the median replay time
-over the number of calls. The calls follow each other, so a dependent one overlaps with the one before it, as in a layer two
-products of three do. `torch_us` is the bare product by torch, without its ends. `now` marks the variant that `choose` takes.
-Variants of the same number of warps are held to the same bits.
+over the number of calls. The calls follow each other, so a dependent one overlaps with the one before it, as all of a layer
+do but the one behind attention. `torch_us` is the bare product by torch, without its ends. `now` marks the variant that
+`choose` takes. Variants of the same number of warps are held to the same bits.
 """
 
 import argparse

@@ -128,10 +128,12 @@ struct Block {
     // One group of copies.
     __device__ __forceinline__ void fetch_residual() const {
 #if RESIDUAL
-        constexpr int VECTORS = OUTPUTS / 8;
+        constexpr int VECTORS = OUTPUTS / 8, TURNS = (ROWS * VECTORS + THREADS - 1) / THREADS;
         const short* residual = reinterpret_cast<const short*>(arguments.residual);
-        for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
-            const int row = i / VECTORS, output = first_output + i % VECTORS * 8;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int i = turn * THREADS + threadIdx.x, row = i / VECTORS, output = first_output + i % VECTORS * 8;
+            if (i >= ROWS * VECTORS) break;
             copy_async_16(&shared.residual[row][i % VECTORS], residual + (first_row + row) * arguments.outputs + output,
                           row < rows && output < arguments.outputs);
         }
@@ -145,6 +147,7 @@ struct Block {
 #pragma unroll
         for (int group = 0; group < X_VECTORS; ++group)
             x[group] = group < ROW_GROUPS && group * 8 < left ? load_vector(from + group * 8 * arguments.depth) : Vector{};
+        __syncwarp();  // the compiler would move the loads to their use, where they would wait one by one
     }
 
     // Adds the products, and the squares, of the steps from STEP on.
@@ -227,11 +230,13 @@ struct Block {
 #endif
     }
     __device__ __forceinline__ void write_outputs() const {
-        constexpr int PAIRS = OUTPUTS / 2;
-        for (int i = threadIdx.x; i < ROWS * PAIRS; i += THREADS) {
-            const int row = i / PAIRS, pair = i % PAIRS;
+        constexpr int PAIRS = OUTPUTS / 2, TURNS = (ROWS * PAIRS + THREADS - 1) / THREADS;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int i = turn * THREADS + threadIdx.x, row = i / PAIRS, pair = i % PAIRS;
             const i64 output = first_output + pair * 2;
-            if (row >= rows || output >= arguments.outputs) continue;
+            if (row >= rows) break;
+            if (output >= arguments.outputs) continue;
             const float factor = factor_of(row);
             float2 value = features_of(row, pair, factor);
 #if GATED

@@ -4,6 +4,7 @@ It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is on
 """
 
 import dataclasses
+import re
 import shutil
 import subprocess
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from row_linear_on_cpu import COMPILER, row_linear_on_cpu
 from sgl_specflow.eval import row_linear as benchmark
 from sgl_specflow.eval.shapes import WEAVER_27B
@@ -217,6 +219,22 @@ def test_the_cuda_source_compiles(target, rows, dtype, names, tmp_path):
         ends, depth, features = SHAPES[name]
         variant = choose(dtype, ends, rows, depth, features, 132, target != "sm_80")
         compile_by_nvcc(variant, target, tmp_path)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_the_machine_code_asks_for_all_it_reads_ahead(name, tmp_path):
+    """Weights before the wait for the kernel before, and x behind it, all of it before the first product."""
+    ends, depth, features = SHAPES[name]
+    variant = choose(BFLOAT, ends, 8, depth, features, 132, True)
+    compile_by_nvcc(variant, "sm_90a", tmp_path)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "kernel.cubin"]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    order = re.findall(r"LDGSTS|ACQBULK|LDG\.E\.128|HMMA", code)
+    waited, first = order.index("ACQBULK"), order.index("HMMA")
+    assert order[:waited] == ["LDGSTS"] * (1 + variant.steps * variant.tile // 8)  # biases first
+    assert [part for part in order[waited:first] if part != "LDGSTS"] == ["ACQBULK"] + ["LDG.E.128"] * variant.steps
+    assert "LDG.E.128" not in order[first:]
 
 
 def test_nvrtc_compiles_it(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,6 +281,25 @@ def test_a_shallower_tree_reads_a_shorter_prefix_and_fewer_pools(case):
 def test_the_benchmarks_shape_has_the_published_size():
     shapes = expected_shapes(WEAVER_27B).values()
     assert round(sum(torch.Size(shape).numel() for shape in shapes) / 1e6, 1) == 56.7
+
+
+def test_the_benchmark_states_each_rows_implementation(monkeypatch, tmp_path):
+    weaver = lambda config, vocabulary, device, dtype, kind: SimpleNamespace(build_tree=lambda *inputs: kind)
+    monkeypatch.setattr(weaver_benchmark, "make_weaver", weaver)
+    monkeypatch.setattr(weaver_benchmark, "make_inputs", lambda *arguments: ())
+    monkeypatch.setattr(weaver_benchmark, "microseconds", lambda calls: {"triton": 5.0, "cuda": 4.0}[calls[0]()])
+    out = tmp_path / "rows.json"
+    shape = ["--budgets", "64", "--widths", "8", "32", "--batches", "1", "--step-ms", "1:64:0.01"]
+    weaver_benchmark.main([*shape, "--implementations", "triton,cuda", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    figures = [(row["implementation"], row["width"], row["rounds"], row["construct_us"], row["share"]) for row in rows]
+    ours = [
+        ("triton", 8, 8, 5.0, 0.5),
+        ("triton", 32, 2, 5.0, 0.5),
+        ("cuda", 8, 8, 4.0, 0.4),
+        ("cuda", 32, 2, 4.0, 0.4),
+    ]
+    assert figures == ours
 
 
 @pytest.mark.gpu
