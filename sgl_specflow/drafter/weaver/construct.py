@@ -174,7 +174,7 @@ class _Construction:
     def _run(
         self, states: Sequence[Tensor], turn: Tensor, first: int, visible: Tensor | None
     ) -> Sequence[Tensor] | None:
-        """The states behind all blocks; keys and values are kept at places first...
+        """The states behind all blocks; keys and values are kept at places from first on.
 
         visible: None for the prefix, of which keys and values are all that is wanted.
         """

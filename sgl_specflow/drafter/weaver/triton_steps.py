@@ -193,6 +193,7 @@ def _pool_logits_kernel(
     level = tl.minimum(tl.load(depth + entry), depths - 1)
     place = ((entry // count) * depths + level) * pool + candidate
     token = tl.load(tokens + place, mask=inside, other=0)
+    own = tl.load(scores + place, mask=inside, other=0.0) + tl.load(bias + token, mask=inside, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((RANK,), tl.float32)
     for start in range(0, rank, RANK):
@@ -204,8 +205,7 @@ def _pool_logits_kernel(
         squares += part * part
     if not NORMED:
         total /= tl.sqrt(tl.sum(squares, 0) / rank + eps)
-    total += tl.load(scores + place, mask=inside, other=0.0) + tl.load(bias + token, mask=inside, other=0.0)
-    tl.store(out + entry * pool + candidate, total, mask=inside)
+    tl.store(out + entry * pool + candidate, own + total, mask=inside)
 
 
 def unset_places(shape: tuple[int, ...], dtype: torch.dtype, device) -> Tensor:
