@@ -4,7 +4,8 @@
 
 One graph holds a whole construction from pools to tree (prefix, all rounds, layout), for one budget, width, number of
 rounds and batch; a figure is the median replay time. The head's pass, the pools and the verify pass are not in it:
---step-ms BATCH:BUDGET:MS gives a measured step of the server, of which the row then states the share.
+--step-ms BATCH:BUDGET:MS gives a measured step of the server, of which the row then states the share. A row without
+`implementation`, from before there were two, is of Triton.
 """
 
 import argparse
@@ -25,14 +26,16 @@ VOCABULARY = 248320
 CHILDREN = 16
 
 
-def make_weaver(config: WeaverConfig, vocabulary: int, device: str, dtype: torch.dtype) -> FoldedWeaver:
+def make_weaver(
+    config: WeaverConfig, vocabulary: int, device: str, dtype: torch.dtype, implementation: str | None = None
+) -> FoldedWeaver:
     """Random weights of the given shape over a random embedding and LM head."""
     tensors = random_weaver(config, device)
     embedding, lm_head = (
         torch.randn(vocabulary, width, device=device, dtype=dtype) / width**0.5
         for width in (config.d_embed, config.d_model)
     )
-    return FoldedWeaver(config, tensors, embedding, lm_head, dtype)
+    return FoldedWeaver(config, tensors, embedding, lm_head, dtype, implementation)
 
 
 def make_inputs(config: WeaverConfig, vocabulary: int, batch: int, device: str, dtype: torch.dtype) -> tuple:
@@ -64,23 +67,29 @@ def main(arguments: list[str] | None = None) -> None:
         "--rounds", type=int, nargs="*", default=[], help="instead of the default of a budget and width"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--implementations",
+        type=lambda text: text.split(","),
+        default=["triton"],
+        help="of a round's pieces, by commas: triton, cuda",
+    )
     parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
     steps = _steps(options.step_ms)
-    weaver = make_weaver(WEAVER_27B, VOCABULARY, "cuda", torch.bfloat16)
+    shapes = list(itertools.product(options.batches, options.budgets, options.widths, options.rounds or [None]))
     rows = []
-    for batch in options.batches:
-        inputs = make_inputs(WEAVER_27B, VOCABULARY, batch, "cuda", torch.bfloat16)
-        for budget in options.budgets:
-            for width, rounds in itertools.product(options.widths, options.rounds or [None]):
-                rounds = rounds or expansion_rounds(budget, width)
-                build = functools.partial(weaver.build_tree, *inputs, budget, width, rounds, CHILDREN)
-                step, taken = steps.get((batch, budget)), microseconds([build])
-                row = {"budget": budget, "width": width, "batch": batch, "rounds": rounds}
-                row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+    for implementation in options.implementations:
+        weaver = make_weaver(WEAVER_27B, VOCABULARY, "cuda", torch.bfloat16, implementation)
+        for batch, budget, width, rounds in shapes:
+            inputs = make_inputs(WEAVER_27B, VOCABULARY, batch, "cuda", torch.bfloat16)
+            rounds = rounds or expansion_rounds(budget, width)
+            build = functools.partial(weaver.build_tree, *inputs, budget, width, rounds, CHILDREN)
+            step, taken = steps.get((batch, budget)), microseconds([build])
+            row = {"implementation": implementation, "budget": budget, "width": width, "batch": batch, "rounds": rounds}
+            row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     meta = describe(options.commit) | {"config": WEAVER_27B.to_dict(), "vocabulary": VOCABULARY, "children": CHILDREN}
     options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")

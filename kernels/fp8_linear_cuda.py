@@ -10,6 +10,7 @@ import torch
 from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
 
 SOURCE = Path(__file__).with_name("fp8_linear.cu")
+HEADER = SOURCE.with_name("few_rows.cuh")
 DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 MOST_ROWS = 64
 LEAST_CAPABILITY = (9, 0)  # clusters
@@ -227,4 +228,4 @@ def _load(variant: Variant, device: int) -> tuple[LoadedKernels, int]:
 
 def compile_for(variant: Variant, target: str) -> bytes:
     """Machine code for one variant."""
-    return compile_cubin("fp8_linear", SOURCE.read_text(), {}, variant.defines(), target)
+    return compile_cubin("fp8_linear", SOURCE.read_text(), {HEADER.name: HEADER.read_text()}, variant.defines(), target)

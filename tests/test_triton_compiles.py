@@ -181,12 +181,13 @@ def test_the_weavers_pieces(compiled, tmp_path):
     depth = torch.zeros(requests * count, dtype=torch.int64)
     tokens, scores = torch.zeros(requests, 15, 512, dtype=torch.int64), torch.zeros(requests, 15, 512)
     table = torch.zeros(100, rank, dtype=half)
-    triton_steps.pool_logits(x, depth, tokens, scores, table, torch.zeros(100))
+    for normed in (False, True):
+        triton_steps.pool_logits(x, depth, tokens, scores, table, torch.zeros(100), normed)
     row = torch.zeros(requests, count, dtype=torch.int64)
     nodes = Expansion(0, row, row, row, row, torch.zeros(requests, count, count, dtype=torch.bool))
     triton_steps.enter(nodes, table, turn[0], visible, 16)
-    assert len(compiled) == 6
-    assert [spills(kernel, tmp_path) for kernel in compiled] == [False] * 6
+    assert len(compiled) == 7
+    assert [spills(kernel, tmp_path) for kernel in compiled] == [False] * 7
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -282,13 +283,35 @@ def test_the_benchmarks_shape_has_the_published_size():
     assert round(sum(torch.Size(shape).numel() for shape in shapes) / 1e6, 1) == 56.7
 
 
+def test_the_benchmark_states_each_rows_implementation(monkeypatch, tmp_path):
+    weaver = lambda config, vocabulary, device, dtype, kind: SimpleNamespace(build_tree=lambda *inputs: kind)
+    monkeypatch.setattr(weaver_benchmark, "make_weaver", weaver)
+    monkeypatch.setattr(weaver_benchmark, "make_inputs", lambda *arguments: ())
+    monkeypatch.setattr(weaver_benchmark, "microseconds", lambda calls: {"triton": 5.0, "cuda": 4.0}[calls[0]()])
+    out = tmp_path / "rows.json"
+    shape = ["--budgets", "64", "--widths", "8", "32", "--batches", "1", "--step-ms", "1:64:0.01"]
+    weaver_benchmark.main([*shape, "--implementations", "triton,cuda", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    figures = [(row["implementation"], row["width"], row["rounds"], row["construct_us"], row["share"]) for row in rows]
+    ours = [
+        ("triton", 8, 8, 5.0, 0.5),
+        ("triton", 32, 2, 5.0, 0.5),
+        ("cuda", 8, 8, 4.0, 0.4),
+        ("cuda", 32, 2, 4.0, 0.4),
+    ]
+    assert figures == ours
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
-def test_a_cuda_graph_holds_the_whole_construction():
-    """Captured once and replayed on other inputs: the trees of a plain run."""
+@pytest.mark.parametrize("implementation, dtype", [("triton", torch.float32), ("cuda", torch.bfloat16)], ids=str)
+def test_a_cuda_graph_holds_the_whole_construction(implementation, dtype):
+    """Captured once and replayed on other inputs: the trees of a plain run, and all but a few nodes of the plain pieces'."""
     config = weaver_config(d_model=128, d_embed=128, d_rank=128)
-    weaver = weaver_benchmark.make_weaver(config, 500, "cuda", torch.float32)
-    first, second = (weaver_benchmark.make_inputs(config, 500, 3, "cuda", torch.float32) for _ in range(2))
+    weaver, plain = (
+        weaver_benchmark.make_weaver(config, 500, "cuda", dtype, kind) for kind in (implementation, "torch")
+    )
+    first, second = (weaver_benchmark.make_inputs(config, 500, 3, "cuda", dtype) for _ in range(2))
     held = tuple(tensor.clone() for tensor in first)
     with torch.cuda.stream(torch.cuda.Stream()):
         weaver.build_tree(*held, 64, 8, 4, 12)
@@ -303,6 +326,13 @@ def test_a_cuda_graph_holds_the_whole_construction():
         expected = weaver.build_tree(*inputs, 64, 8, 4, 12)
         expected.check()
         assert torch.equal(tree.token, expected.token) and torch.equal(tree.parent, expected.parent)
+        assert_nearly_the_same_paths(expected, plain.build_tree(*inputs, 64, 8, 4, 12))
+
+
+def assert_nearly_the_same_paths(tree, other):
+    for request in range(len(tree.token)):
+        ours, others = (set(paths_of(part, request)) for part in (tree, other))
+        assert len(ours & others) >= 0.9 * len(ours)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -1,16 +1,22 @@
 """The Triton pieces of a Weaver round equal the plain ones: in Triton's interpreter on the CPU, compiled on a GPU."""
 
+import copy
+
 import pytest
 import torch
 from interpreted import INTERPRETING, run_interpreted
+from row_linear_on_cpu import COMPILER, row_linear_on_cpu
+from sgl_specflow.kernels import row_linear
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, steps
+from sgl_specflow.drafter.weaver.construct import _Construction
 from sgl_specflow.tree import Expansion
 
 CUDA = torch.cuda.is_available() and not INTERPRETING
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+FEW_LAUNCHES = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter has no bfloat16
 
 
 @pytest.mark.skipif(INTERPRETING or CUDA, reason="this is the child process, or there is a GPU")
@@ -136,8 +142,11 @@ def test_pool_logits(requests, count, depths, pool, rank, dtype):
     depth = torch.randint(0, depths + 3, (requests, count), device=DEVICE)
     tokens = torch.randint(0, 90, (requests, depths, pool), device=DEVICE)
     scores = torch.randn(requests, depths, pool, device=DEVICE)
-    arguments = query, depth, tokens, scores, table, torch.randn(90, device=DEVICE)
-    compare(triton_steps.pool_logits(*arguments), steps.pool_logits(*arguments), dtype)
+    bias = torch.randn(90, device=DEVICE)
+    got = triton_steps.pool_logits(query, depth, tokens, scores, table, bias)
+    compare(got, steps.pool_logits(query, depth, tokens, scores, table, bias), dtype)
+    got = triton_steps.pool_logits(query, depth, tokens, scores, table, bias, normed=False)
+    compare(got, steps.pool_logits(steps.states_of(query)[1], depth, tokens, scores, table, bias), dtype)
 
 
 @compiled
@@ -158,4 +167,72 @@ def test_whole_trees():
     assert torch.equal(trees[0].token, trees[1].token) and torch.equal(trees[0].parent, trees[1].parent)
 
 
-COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3
+def widened(weaver):
+    """The same Weaver, of the same rounded weights, that computes in float64."""
+    weaver = copy.copy(weaver)
+    weaver.dtype = weaver.wide = torch.float64
+    wide = lambda part: tuple(map(wide, part)) if isinstance(part, tuple) else part.double()
+    weaver.blocks = [{name: wide(part) for name, part in block.items()} for block in weaver.blocks]
+    for name in ("proposal", "token_table", "query_table", "query_bias", "turn"):
+        setattr(weaver, name, wide(getattr(weaver, name)))
+    return weaver
+
+
+def emulated(x, weight, bias=None, residual=None, norm=False, gated=False):
+    """`row_linear` by its CUDA source on the CPU."""
+    ends = row_linear.Ends(norm, bias is not None, gated, residual is not None)
+    rows, x_rows = x.numel() // x.shape[-1], x.flatten(0, -2)
+    variant = row_linear.choose(x.dtype, ends, rows, x.shape[-1], len(weight), 132, True)
+    out = row_linear_on_cpu(variant, x_rows, weight, bias, None if residual is None else residual.flatten(0, -2))
+    return out.unflatten(0, x.shape[:-1])
+
+
+@compiled
+@pytest.mark.skipif(not CUDA and COMPILER is None, reason="g++ is missing")
+@pytest.mark.parametrize("dtype", FEW_LAUNCHES, ids=str)
+def test_rounds_in_five_launches_a_layer(dtype, monkeypatch):
+    """Two rounds' log-probabilities, against the same rounded weights in float64: no further off than the plain pieces',
+    which round more often, but for chance."""
+    from sgl_specflow.drafter.weaver import cuda_steps
+
+    if not CUDA:
+        monkeypatch.setattr(cuda_steps, "check", lambda *arguments: None)
+        monkeypatch.setattr(cuda_steps, "row_linear", emulated)
+    torch.manual_seed(3)
+    config = weaver_config()
+    ends = torch.randn(50, 20, device=DEVICE), torch.randn(50, 24, device=DEVICE) / 5
+    plain, ours = (
+        FoldedWeaver(config, random_weaver(config), *(part.to(dtype) for part in ends), dtype, kind)
+        for kind in ("torch", "cuda")
+    )
+    proposal = torch.randn(1, 7, 24, device=DEVICE).to(dtype)
+    scores, tokens = (proposal.float() @ ends[1].T).topk(12, dim=-1)
+    inputs = torch.tensor([3], device=DEVICE), torch.randn(1, 24, device=DEVICE).to(dtype), proposal, tokens
+    whole = lambda most: torch.randint(0, most, (1, 5), device=DEVICE)
+    inside = (torch.rand(1, 5, 5, device=DEVICE) < 0.5).tril() | torch.eye(5, dtype=torch.bool, device=DEVICE)
+    rounds = [Expansion(0, whole(50), whole(1), whole(3), whole(1), inside)]
+    rounds.append(Expansion(5, whole(50), whole(1), whole(6), whole(5), inside))
+
+    def log_probs(weaver, wide):
+        construction = _Construction(weaver, *inputs, scores.to(wide), 10, 1.0)
+        return torch.stack([construction.log_probs(nodes).double() for nodes in rounds])
+
+    exact = log_probs(widened(plain), torch.float64)
+    plain_error, error = ((log_probs(part, torch.float32) - exact).abs().max() for part in (plain, ours))
+    assert error < 2 * plain_error < 10 * torch.finfo(dtype).eps
+
+
+def test_a_weaver_that_cannot_be_multiplied_is_refused_by_name():
+    for dtype, changes, named in (
+        (torch.float32, {}, "dtype is torch.float32"),
+        (torch.float16, {"d_rank": 36, "num_heads": 3}, "d_rank is 36"),
+        (torch.bfloat16, {"mlp_dim": 44}, "tensors are on cpu; mlp_dim is 44"),
+    ):
+        config = weaver_config(**changes)
+        with pytest.raises(ValueError, match=named):
+            FoldedWeaver(config, random_weaver(config), torch.randn(50, 20), torch.randn(50, 24), dtype, "cuda")
+    with pytest.raises(ValueError, match="'torch', 'triton', 'cuda' or None"):
+        FoldedWeaver(config, random_weaver(config), torch.randn(50, 20), torch.randn(50, 24), dtype, "cublas")
+
+
+COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3 + 1 + (COMPILER is not None)

@@ -11,6 +11,8 @@ host synchronisation and shapes that depend on budget, width, rounds and batch o
 construction.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,8 @@ class FoldedWeaver:
         config, tensors: from `checkpoint.load_weaver`, tensors in float32 or wider, on any device.
         embedding: [V, d_embed], the target's. lm_head: [V, d_model], the target's.
         dtype: of the tables, the maps and the arithmetic between them; norms, rotation and scores are in float32 at least.
-        implementation: of the pieces of a round, "torch" or "triton"; None: Triton on CUDA tensors.
+        implementation: of the pieces of a round, "torch", "triton" or "cuda" (a layer in five launches, in bfloat16 or
+            float16); None: Triton on CUDA tensors.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class FoldedWeaver:
         implementation: str | None = None,
     ):
         self.config = config
-        self.steps = _steps(implementation or ("triton" if embedding.is_cuda else "torch"))
         device = embedding.device
+        self.steps = _steps(implementation or ("triton" if embedding.is_cuda else "torch"), config, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         tensors = {name: tensor.to(device, wide) for name, tensor in tensors.items()}
         self.wide = wide
@@ -156,47 +159,52 @@ class _Construction:
         weaver = self.weaver
         hidden = torch.cat((committed_hidden[:, None].to(weaver.dtype), proposal_hidden.to(weaver.dtype)), dim=1)
         x = F.linear(_normed(hidden), *weaver.proposal)
-        self._run(x, _normed(x), weaver.turn[None, : self.prefix], 0, visible=None)
+        self._run(weaver.steps.states_of(x), weaver.turn[None, : self.prefix], 0, visible=None)
 
     def log_probs(self, nodes: Expansion) -> Tensor:
         """[R, n, P] for `build_conditional_tree`."""
         weaver = self.weaver
-        x, normed, turn, visible = weaver.steps.enter(nodes, weaver.token_table, weaver.turn, self.visible, self.prefix)
-        query = self._run(x, normed, turn, self.prefix + nodes.first_slot, visible)
+        *states, turn, visible = weaver.steps.enter(nodes, weaver.token_table, weaver.turn, self.visible, self.prefix)
+        *_, query = self._run(states, turn, self.prefix + nodes.first_slot, visible)
         logits = weaver.steps.pool_logits(
             query, nodes.depth, self.pool_tokens, self.pool_scores, weaver.query_table, weaver.query_bias
         )
         return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
 
-    def _run(self, x: Tensor, normed: Tensor, turn: Tensor, first: int, visible: Tensor | None) -> Tensor | None:
-        """The blocks over x [R, n, d_rank], keys and values kept at places first..; normed states [R, n, d_rank].
+    def _run(
+        self, states: Sequence[Tensor], turn: Tensor, first: int, visible: Tensor | None
+    ) -> Sequence[Tensor] | None:
+        """The states behind all blocks; keys and values are kept at places from first on.
 
         visible: None for the prefix, of which keys and values are all that is wanted.
         """
         steps, heads = self.weaver.steps, self.weaver.config.num_heads
         for layer, block in enumerate(self.weaver.blocks):
-            qkv = F.linear(normed, *block["qkv"]).unflatten(-1, (3, heads, -1))
+            qkv = steps.before_attention(states, block).unflatten(-1, (3, heads, -1))
             mixed = steps.attend(qkv, turn, self.keys[layer], self.values[layer], first, visible)
             if visible is None and layer == len(self.weaver.blocks) - 1:
                 return None
-            x, normed = steps.add_norm(x, F.linear(mixed, block["o"]))
-            inner = steps.silu_mul(F.linear(normed, *block["gate_up"]))
-            x, normed = steps.add_norm(x, F.linear(inner, *block["down"]))
-        return normed
+            states = steps.mlp(steps.after_attention(states, mixed, block), block)
+        return states
 
 
 def _whole_eights(count: int) -> int:
     return -(-count // 8) * 8
 
 
-def _steps(implementation: str):
+def _steps(implementation: str, config: WeaverConfig, dtype: torch.dtype, device: torch.device):
     if implementation == "torch":
         return steps
-    if implementation != "triton":
-        raise ValueError(f"implementation is {implementation!r}; give 'torch', 'triton' or None")
-    from sgl_specflow.drafter.weaver import triton_steps
+    if implementation == "triton":
+        from sgl_specflow.drafter.weaver import triton_steps
 
-    return triton_steps
+        return triton_steps
+    if implementation != "cuda":
+        raise ValueError(f"implementation is {implementation!r}; give 'torch', 'triton', 'cuda' or None")
+    from sgl_specflow.drafter.weaver import cuda_steps
+
+    cuda_steps.check(config, dtype, device)
+    return cuda_steps
 
 
 def _normed(x: Tensor) -> Tensor:

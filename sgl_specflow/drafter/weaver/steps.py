@@ -1,7 +1,13 @@
-"""The pieces of one Weaver round in plain PyTorch. `triton_steps` has the same functions as single GPU kernels.
+"""The pieces of one Weaver round in plain PyTorch. `triton_steps` has the same functions as single GPU kernels, and
+`cuda_steps` has fewer launches for a layer.
 
 R requests, n entries each, h heads of d numbers, all contiguous. Arithmetic that loses by it is in float32 at least.
+
+What goes from layer to layer is called states: here x [R, n, d_rank], and the same divided by its root mean square, which
+`states_of` makes of x and `enter` of a round's nodes. A block's maps are those of `FoldedWeaver.blocks`.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +35,8 @@ def enter(
         visible: bool [R, slots, places], row s the places that the node in slot s attends to: the `prefix` first, and its
             ancestors' and its own, which stand behind the prefix by slot. The rows of the nodes' slots are written.
     Returns:
-        The nodes' rows of table [R, w, d_rank], the same divided by their root mean square, their rows of turn
-        [R, w, 2, d], and their rows of visible [R, w, places].
+        The nodes' states, of their rows of table [R, w, d_rank], and behind these their rows of turn [R, w, 2, d] and of
+        visible [R, w, places].
     """
     first, (requests, count) = nodes.first_slot, nodes.token.shape
     if first == 0:
@@ -41,8 +47,28 @@ def enter(
     rows[:, :, prefix + first :] = False
     rows[:, :, prefix + first : prefix + first + count] = nodes.inside
     visible[:, first : first + count] = rows
-    x = F.embedding(nodes.token, table)
-    return x, F.rms_norm(x, x.shape[-1:], eps=EPS), turn[nodes.depth + 1], rows
+    return *states_of(F.embedding(nodes.token, table)), turn[nodes.depth + 1], rows
+
+
+def states_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """States of x."""
+    return x, F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+def before_attention(states: Sequence[Tensor], block: dict) -> Tensor:
+    """Queries, keys and values [R, n, 3 h d]."""
+    return F.linear(states[1], *block["qkv"])
+
+
+def after_attention(states: Sequence[Tensor], mixed: Tensor, block: dict) -> tuple[Tensor, Tensor]:
+    """States behind attention, whose result is mixed [R, n, h d]."""
+    return add_norm(states[0], F.linear(mixed, block["o"]))
+
+
+def mlp(states: Sequence[Tensor], block: dict) -> tuple[Tensor, Tensor]:
+    """States behind the layer."""
+    inner = silu_mul(F.linear(states[1], *block["gate_up"]))
+    return add_norm(states[0], F.linear(inner, *block["down"]))
 
 
 def attend(qkv: Tensor, turn: Tensor, keys: Tensor, values: Tensor, first: int, visible: Tensor | None) -> Tensor:
@@ -93,7 +119,7 @@ def pool_logits(
     """Scores of the candidates one deeper than each node: pool_scores plus bias plus query times the table's rows.
 
     Args:
-        query: [R, n, d_rank]. depth: int64 [R, n]; D and deeper are read as D - 1.
+        query: [R, n, d_rank], the last of the states. depth: int64 [R, n]; D and deeper are read as D - 1.
         pool_tokens: int64 [R, D, P]. pool_scores: float32 at least, [R, D, P].
         table: [V, d_rank]. bias: float32 at least, [V].
     Returns:

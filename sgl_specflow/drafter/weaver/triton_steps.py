@@ -4,15 +4,32 @@ kernels. Same contracts; see `steps` for shapes.
 Programs of one launch may not read what others of it write: `attend` makes the keys of its own call anew from qkv.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sgl_specflow.drafter.weaver.reference import EPS
+from sgl_specflow.drafter.weaver.steps import before_attention, states_of
 from sgl_specflow.kernels.tree_step import expansion
 from sgl_specflow.tree import Expansion
 
+__all__ = [
+    "add_norm",
+    "after_attention",
+    "attend",
+    "before_attention",
+    "enter",
+    "mlp",
+    "pool_logits",
+    "silu_mul",
+    "states_of",
+    "tree_builder",
+    "unset_places",
+]
 tree_builder = expansion
 
 KEY_BLOCK = 32
@@ -167,7 +184,8 @@ def _silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pool_logits_kernel(
-    query, depth, tokens, scores, table, bias, out, count, depths, pool, rank, BLOCK: tl.constexpr, RANK: tl.constexpr
+    query, depth, tokens, scores, table, bias, out, count, depths, pool, rank, eps,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     candidate = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -175,14 +193,19 @@ def _pool_logits_kernel(
     level = tl.minimum(tl.load(depth + entry), depths - 1)
     place = ((entry // count) * depths + level) * pool + candidate
     token = tl.load(tokens + place, mask=inside, other=0)
-    total = tl.load(scores + place, mask=inside, other=0.0) + tl.load(bias + token, mask=inside, other=0.0)
+    own = tl.load(scores + place, mask=inside, other=0.0) + tl.load(bias + token, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((RANK,), tl.float32)
     for start in range(0, rank, RANK):
         column = start + tl.arange(0, RANK)
         part = tl.load(query + entry * rank + column, mask=column < rank, other=0.0).to(tl.float32)
         wanted = inside[:, None] & (column < rank)[None, :]
         rows = tl.load(table + token[:, None] * rank + column[None, :], mask=wanted, other=0.0).to(tl.float32)
         total += tl.sum(rows * part[None, :], 1)
-    tl.store(out + entry * pool + candidate, total, mask=inside)
+        squares += part * part
+    if not NORMED:
+        total /= tl.sqrt(tl.sum(squares, 0) / rank + eps)
+    tl.store(out + entry * pool + candidate, own + total, mask=inside)
 
 
 def unset_places(shape: tuple[int, ...], dtype: torch.dtype, device) -> Tensor:
@@ -240,15 +263,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def after_attention(states: Sequence[Tensor], mixed: Tensor, block: dict) -> tuple[Tensor, Tensor]:
+    """`steps.after_attention`."""
+    return add_norm(states[0], F.linear(mixed, block["o"]))
+
+
+def mlp(states: Sequence[Tensor], block: dict) -> tuple[Tensor, Tensor]:
+    """`steps.mlp`."""
+    inner = silu_mul(F.linear(states[1], *block["gate_up"]))
+    return add_norm(states[0], F.linear(inner, *block["down"]))
+
+
 def pool_logits(
-    query: Tensor, depth: Tensor, pool_tokens: Tensor, pool_scores: Tensor, table: Tensor, bias: Tensor
+    query: Tensor,
+    depth: Tensor,
+    pool_tokens: Tensor,
+    pool_scores: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    normed: bool = True,
 ) -> Tensor:
-    """`steps.pool_logits`."""
+    """`steps.pool_logits`; normed: False where query is yet to be divided by its root mean square."""
     requests, count, rank = query.shape
     _, depths, pool = pool_tokens.shape
     out = torch.empty(requests, count, pool, dtype=torch.float32, device=query.device)
     _pool_logits_kernel[(requests * count, triton.cdiv(pool, CANDIDATE_BLOCK))](
-        query, depth, pool_tokens, pool_scores, table, bias, out, count, depths, pool, rank,
-        BLOCK=CANDIDATE_BLOCK, RANK=min(RANK_BLOCK, triton.next_power_of_2(rank)), num_warps=4,
+        query, depth, pool_tokens, pool_scores, table, bias, out, count, depths, pool, rank, EPS,
+        BLOCK=CANDIDATE_BLOCK, RANK=min(RANK_BLOCK, triton.next_power_of_2(rank)), NORMED=normed, num_warps=4,
     )  # fmt: skip
     return out
