@@ -3,17 +3,13 @@
 import ctypes
 import functools
 import math
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from compiled import build_for_cpu
 from sgl_specflow.kernels.tree_attention import cuda_kernel
-
-TESTS = Path(__file__).resolve().parent
-COMPILER = shutil.which("g++")
 
 
 class Range(ctypes.Structure):
@@ -23,22 +19,11 @@ class Range(ctypes.Structure):
 @functools.cache
 def build(variant: cuda_kernel.Variant, source: str = "") -> ctypes.CDLL:
     """source: the kernel's text where it is not the file's."""
-    folder = Path(tempfile.mkdtemp(prefix="attention_on_cpu_"))
-    (folder / cuda_kernel.SOURCE.name).write_text(source or cuda_kernel.SOURCE.read_text())
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-U_FORTIFY_SOURCE",
-        "-fno-strict-aliasing",
-        "-Wno-unknown-pragmas",
-    ]
-    defines = [f"-D{key}={value}" for key, value in variant.defines().items()]
-    command = [COMPILER, *flags, *defines, f"-I{TESTS}", f"-I{folder}", str(TESTS / "tree_attention_on_cpu.cpp")]
-    result = subprocess.run([*command, "-o", str(folder / "kernel.so")], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    folder = cuda_kernel.SOURCE.parent
+    if source:
+        folder = Path(tempfile.mkdtemp(prefix="tree_attention_source_"))
+        (folder / cuda_kernel.SOURCE.name).write_text(source)
+    return build_for_cpu("tree_attention_on_cpu.cpp", folder, variant.defines())
 
 
 def _range(tensor: torch.Tensor) -> Range:

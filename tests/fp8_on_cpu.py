@@ -2,29 +2,17 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
+from compiled import build_for_cpu
 from sgl_specflow.kernels import fp8_linear_cuda
 
-TESTS = Path(__file__).resolve().parent
-COMPILER = shutil.which("g++")
 GUARD = 64  # numbers
 
 
 @functools.cache
 def build(variant: fp8_linear_cuda.Variant) -> ctypes.CDLL:
-    library = Path(tempfile.mkdtemp(prefix="fp8_on_cpu_")) / "kernel.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
-    defines = [f"-D{key}={value}" for key, value in variant.defines().items()]
-    folders = [f"-I{TESTS}", f"-I{fp8_linear_cuda.SOURCE.parent}"]
-    command = [COMPILER, *flags, "-Wno-unknown-pragmas", *defines, *folders, str(TESTS / "fp8_linear_on_cpu.cpp")]
-    result = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(library))
+    return build_for_cpu("fp8_linear_on_cpu.cpp", fp8_linear_cuda.SOURCE.parent, variant.defines())
 
 
 def linear_on_cpu(x, weight, scale, variant, clusters: int, reversed_order: bool = False) -> torch.Tensor:

@@ -2,41 +2,15 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
+from compiled import build_for_cpu
 from sgl_specflow.kernels.gdn_tree import cuda_kernel
-
-TESTS = Path(__file__).resolve().parent
-COMPILER = shutil.which("g++")
 
 
 @functools.cache
 def build(shape: cuda_kernel.KernelShape) -> ctypes.CDLL:
-    library = Path(tempfile.mkdtemp(prefix="gdn_on_cpu_")) / "kernel.so"
-    defines = [f"-D{key}={value}" for key, value in shape.defines().items()]
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-U_FORTIFY_SOURCE",
-        "-fno-strict-aliasing",
-        "-Wno-unknown-pragmas",
-        f"-I{TESTS}",
-        f"-I{cuda_kernel.SOURCE.parent}",
-        *defines,
-        str(TESTS / "gdn_tree_on_cpu.cpp"),
-        "-o",
-        str(library),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(library))
+    return build_for_cpu("gdn_tree_on_cpu.cpp", cuda_kernel.SOURCE.parent, shape.defines())
 
 
 def verify_on_cpu(shape, layer, scale: float, backwards: bool = False) -> torch.Tensor:

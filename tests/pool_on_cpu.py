@@ -2,29 +2,17 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
+from compiled import build_for_cpu
 from sgl_specflow.kernels.tree_step import top_pool
 
-TESTS = Path(__file__).resolve().parent
-COMPILER = shutil.which("g++")
 GUARD = 64  # words
 
 
 @functools.cache
 def build(dtype: torch.dtype, capped: bool) -> ctypes.CDLL:
-    library = Path(tempfile.mkdtemp(prefix="top_pool_on_cpu_")) / "kernel.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
-    defines = [f"-D{key}={value}" for key, value in top_pool.defines(dtype, capped).items()]
-    folders = [f"-I{TESTS}", f"-I{top_pool.SOURCE.parent}"]
-    command = [COMPILER, *flags, "-Wno-unknown-pragmas", *defines, *folders, str(TESTS / "top_pool_on_cpu.cpp")]
-    result = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(library))
+    return build_for_cpu("top_pool_on_cpu.cpp", top_pool.SOURCE.parent, top_pool.defines(dtype, capped))
 
 
 def pool_on_cpu(logits: torch.Tensor, width: int, scale: float = 1.0, cap: float = 0.0, reversed_order: bool = False):

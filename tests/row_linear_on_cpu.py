@@ -2,29 +2,17 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
+from compiled import build_for_cpu
 from sgl_specflow.kernels import row_linear
 
-TESTS = Path(__file__).resolve().parent
-COMPILER = shutil.which("g++")
 GUARD = 64  # numbers
 
 
 @functools.cache
 def build(variant: row_linear.Variant) -> ctypes.CDLL:
-    library = Path(tempfile.mkdtemp(prefix="row_linear_on_cpu_")) / "kernel.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
-    defines = [f"-D{key}={value}" for key, value in variant.defines().items()]
-    folders = [f"-I{TESTS}", f"-I{row_linear.SOURCE.parent}"]
-    command = [COMPILER, *flags, "-Wno-unknown-pragmas", *defines, *folders, str(TESTS / "row_linear_on_cpu.cpp")]
-    result = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(library))
+    return build_for_cpu("row_linear_on_cpu.cpp", row_linear.SOURCE.parent, variant.defines())
 
 
 def row_linear_on_cpu(

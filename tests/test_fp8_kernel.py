@@ -4,14 +4,13 @@ It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is on
 """
 
 import dataclasses
-import shutil
-import subprocess
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8_on_cpu import COMPILER, converted_on_cpu, linear_on_cpu
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
+from fp8_on_cpu import converted_on_cpu, linear_on_cpu
 from sgl_specflow.eval import fp8_linear as benchmark
 from sgl_specflow.kernels import fp8_linear_cuda, nvrtc
 from sgl_specflow.kernels.fp8_linear import FP8, fp8_linear, fp8_linear_triton, quantise_rows
@@ -30,9 +29,8 @@ from sgl_specflow.kernels.fp8_linear_cuda import (
 )
 
 launch = fp8_linear_cuda.fp8_linear_cuda
-NVCC = shutil.which("nvcc")
 BFLOAT, HALF = torch.bfloat16, torch.float16
-on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
+on_cpu = pytest.mark.skipif(GXX is None, reason="g++ is missing")
 
 CASES = [  # rows, features, depth, dtype, cluster, clusters that run together
     (1, 1, 16, BFLOAT, 1, 1),
@@ -233,29 +231,21 @@ def test_a_variant_of_another_shape_is_refused():
             launch(x, weight, scale, dataclasses.replace(fine, **changes))
 
 
-def compile_by_nvcc(variant, target, folder):
-    arch = f"-gencode=arch=compute_{target[3:]},code={target}"
-    command = [NVCC, arch, "-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
-    command += [f"-D{key}={value}" for key, value in variant.defines().items()]
-    command += [str(fp8_linear_cuda.SOURCE), "-o", str(folder / "kernel.cubin")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert " 0 bytes spill stores, 0 bytes spill loads" in result.stderr, result.stderr
-
-
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_the_cuda_source_compiles(target, dtype, rows, tmp_path):
     for cluster in CLUSTERS if target == "sm_90a" else (2,):
-        compile_by_nvcc(variant_of(rows, dtype, cluster), target, tmp_path)
+        defines = variant_of(rows, dtype, cluster).defines()
+        assert_no_spills(compile_for_gpu(fp8_linear_cuda.SOURCE, defines, target, tmp_path / "kernel.cubin"))
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
 @pytest.mark.parametrize("case", FORMS, ids=str)
 def test_every_form_of_the_cuda_source_compiles(case, tmp_path):
-    compile_by_nvcc(form_of(case), "sm_90a", tmp_path)
+    defines = form_of(case).defines()
+    assert_no_spills(compile_for_gpu(fp8_linear_cuda.SOURCE, defines, "sm_90a", tmp_path / "kernel.cubin"))
 
 
 def test_nvrtc_compiles_it(tmp_path, monkeypatch):

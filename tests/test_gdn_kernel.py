@@ -1,11 +1,10 @@
 """The CUDA kernel: it compiles for each architecture, its errors are named, and on a GPU it holds to float64."""
 
 import copy
-import shutil
-import subprocess
 
 import pytest
 import torch
+from compiled import NVCC, assert_no_spills, compile_for_gpu
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.gdn_tree import (
@@ -19,7 +18,6 @@ from sgl_specflow.kernels.gdn_tree import (
 )
 
 LIMITS = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448}
-NVCC = shutil.which("nvcc")
 
 
 def gpu(test):
@@ -43,22 +41,9 @@ def gpu(test):
 )
 def test_compiles_with_nvcc(target, nodes, dim, state_bf16, tmp_path):
     shape = cuda_kernel.select_shape(nodes, dim, dim, state_bf16, LIMITS[target])
-    command = [
-        NVCC,
-        f"-gencode=arch=compute_{target[3:]},code={target}",
-        "-std=c++17",
-        "-cubin",
-        "-Werror=all-warnings",
-        "-Xptxas=-v",
-        *(f"-D{key}={value}" for key, value in shape.defines().items()),
-        str(cuda_kernel.SOURCE),
-        "-o",
-        str(tmp_path / "kernel.cubin"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    report = compile_for_gpu(cuda_kernel.SOURCE, shape.defines(), target, tmp_path / "kernel.cubin")
     if target == "sm_90a":
-        assert result.stderr.count("0 bytes spill stores") == 2, result.stderr
+        assert_no_spills(report, kernels=2)
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)

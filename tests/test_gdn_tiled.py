@@ -5,6 +5,7 @@ import copy
 import gdn_on_cpu
 import pytest
 import torch
+from compiled import GXX
 from gdn_cases import TREE_SHAPES, accept, accept_leaf, make_layer, parents, path_to, relative_error
 from sgl_specflow.kernels.gdn_tree import TreeStash, gdn_tree_flush, gdn_tree_verify
 from sgl_specflow.kernels.gdn_tree.cuda_kernel import KernelShape
@@ -52,9 +53,7 @@ def test_operand_rounding_of_the_tiles():
     assert relative_error(rounded.out, expected.out) < 2e-5
 
 
-needs_compiler = pytest.mark.skipif(
-    gdn_on_cpu.COMPILER is None, reason="g++ is missing: it builds the CUDA source for the CPU"
-)
+needs_compiler = pytest.mark.skipif(GXX is None, reason="g++ is missing: it builds the CUDA source for the CPU")
 
 
 def in_float64(layer):

@@ -5,7 +5,6 @@ It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is on
 
 import dataclasses
 import re
-import shutil
 import subprocess
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from row_linear_on_cpu import COMPILER, row_linear_on_cpu
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
+from row_linear_on_cpu import row_linear_on_cpu
 from sgl_specflow.eval import row_linear as benchmark
 from sgl_specflow.eval.shapes import WEAVER_27B
 from sgl_specflow.kernels import nvrtc, row_linear
@@ -30,9 +30,8 @@ from sgl_specflow.kernels.row_linear import (
 )
 
 launch = row_linear.row_linear
-NVCC = shutil.which("nvcc")
 BFLOAT, HALF = torch.bfloat16, torch.float16
-on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
+on_cpu = pytest.mark.skipif(GXX is None, reason="g++ is missing")
 
 # A Weaver layer's products, and the ends that none of them has alone.
 QKV, OUT, GATE_UP, DOWN = Ends(True, True), Ends(residual=True), Ends(True, True, True), Ends(bias=True, residual=True)
@@ -193,16 +192,6 @@ def test_a_layers_products_spread_over_an_h200(name, rows):
         assert form.shared_bytes <= HOPPERS_SHARED_BYTES and form.steps * form.warps * 32 >= depth
 
 
-def compile_by_nvcc(variant, target, folder):
-    arch = f"-gencode=arch=compute_{target[3:]},code={target}"
-    command = [NVCC, arch, "-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
-    command += [f"-D{key}={value}" for key, value in variant.defines().items()]
-    command += [str(row_linear.SOURCE), "-o", str(folder / "kernel.cubin")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert " 0 bytes spill stores, 0 bytes spill loads" in result.stderr, result.stderr
-
-
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
 @pytest.mark.parametrize(
     "target, rows, dtype, names",
@@ -218,7 +207,8 @@ def test_the_cuda_source_compiles(target, rows, dtype, names, tmp_path):
     for name in names:
         ends, depth, features = SHAPES[name]
         variant = choose(dtype, ends, rows, depth, features, 132, target != "sm_80")
-        compile_by_nvcc(variant, target, tmp_path)
+        report = compile_for_gpu(row_linear.SOURCE, variant.defines(), target, tmp_path / "kernel.cubin")
+        assert_no_spills(report)
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
@@ -227,8 +217,9 @@ def test_the_machine_code_asks_for_all_it_reads_ahead(name, tmp_path):
     """Weights before the wait for the kernel before, and x behind it, all of it before the first product."""
     ends, depth, features = SHAPES[name]
     variant = choose(BFLOAT, ends, 8, depth, features, 132, True)
-    compile_by_nvcc(variant, "sm_90a", tmp_path)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "kernel.cubin"]
+    cubin = tmp_path / "kernel.cubin"
+    compile_for_gpu(row_linear.SOURCE, variant.defines(), "sm_90a", cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     order = re.findall(r"LDGSTS|ACQBULK|LDG\.E\.128|HMMA", code)
     waited, first = order.index("ACQBULK"), order.index("HMMA")

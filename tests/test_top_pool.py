@@ -3,19 +3,16 @@
 It runs on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one.
 """
 
-import shutil
-import subprocess
-
 import pytest
 import torch
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_on_cpu import COMPILER, pool_on_cpu
+from pool_on_cpu import pool_on_cpu
 from sgl_specflow.kernels.tree_step import best_tokens, top_pool
 from sgl_specflow.kernels.tree_step.best_tokens import _best_tokens_torch
 
-NVCC = shutil.which("nvcc")
-on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
+on_cpu = pytest.mark.skipif(GXX is None, reason="g++ is missing")
 
 
 def gpu(test):
@@ -184,18 +181,8 @@ def test_wide_pools_stay_with_torch_on_the_cpu():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("dtype, capped", [(BFLOAT, False), (BFLOAT, True), (HALF, True), (FLOAT, False)], ids=str)
 def test_the_cuda_source_compiles(target, dtype, capped, tmp_path):
-    command = [
-        NVCC,
-        f"-gencode=arch=compute_{target[3:]},code={target}",
-        "-std=c++17",
-        "-cubin",
-        "-Werror=all-warnings",
-    ]
-    command += [f"-D{key}={value}" for key, value in top_pool.defines(dtype, capped).items()]
-    command += ["-Xptxas=-v", str(top_pool.SOURCE), "-o", str(tmp_path / "kernel.cubin")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == 2, result.stderr
+    defines = top_pool.defines(dtype, capped)
+    assert_no_spills(compile_for_gpu(top_pool.SOURCE, defines, target, tmp_path / "kernel.cubin"), kernels=2)
 
 
 @gpu

@@ -4,14 +4,13 @@ import dataclasses
 import faulthandler
 import os
 import random
-import shutil
 import signal
-import subprocess
 
 import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
-from attention_on_cpu import COMPILER, Scratch, attention_on_cpu, build
+from attention_on_cpu import Scratch, attention_on_cpu, build
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
 from sgl_specflow.eval.tree_attention import splits_and_cluster, variants_of
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
@@ -19,10 +18,9 @@ from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES
 from sgl_specflow.kernels.tree_attention.cuda_variant import LONG_PREFIX, OTHER_PREFIXES, SLOWER
 from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
 
-NVCC = shutil.which("nvcc")
 BFLOAT, HALF = torch.bfloat16, torch.float16
 FORMS = {"mma": {}, "wgmma": {"wgmma": True}}
-on_cpu = pytest.mark.skipif(COMPILER is None, reason="g++ is missing")
+on_cpu = pytest.mark.skipif(GXX is None, reason="g++ is missing")
 
 # prefix lengths, nodes, (query heads, kv heads), cluster, more of Case
 GRID = [
@@ -428,14 +426,9 @@ VARIANTS += [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_cuda_source_compiles_without_spills(variant, tmp_path):
     for target in ["sm_90a"] if variant.wgmma else ["sm_90a", "sm_100a"]:
-        arch = f"-gencode=arch=compute_{target[3:]},code={target}"
-        command = [NVCC, arch, "-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
-        command += [f"-D{key}={value}" for key, value in variant.defines().items()]
-        command += [str(cuda_kernel.SOURCE), "-o", str(tmp_path / "kernel.cubin")]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        assert " 0 bytes spill stores, 0 bytes spill loads" in result.stderr, result.stderr
-        assert "serialized" not in result.stderr, result.stderr  # wgmma that cannot run ahead
+        report = compile_for_gpu(cuda_kernel.SOURCE, variant.defines(), target, tmp_path / "kernel.cubin")
+        assert_no_spills(report)
+        assert "serialized" not in report, report  # wgmma that cannot run ahead
 
 
 def test_nvrtc_compiles_it(tmp_path, monkeypatch):

@@ -6,14 +6,11 @@ all of them on the GPU where there is one.
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
+from compiled import GXX, NVCC, assert_no_spills, build_for_cpu, compile_for_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import INTERPRETING, run_interpreted
@@ -36,8 +33,6 @@ from sgl_specflow.commit import plan_commit
 from sgl_specflow.tree import TokenTree, build_tree
 from sgl_specflow.verify import accept
 
-TESTS = Path(__file__).resolve().parent
-NVCC, GXX = shutil.which("nvcc"), shutil.which("g++")
 interpreter = pytest.mark.skipif(not INTERPRETING, reason="runs in a child process with TRITON_INTERPRET=1")
 parent_process = pytest.mark.skipif(INTERPRETING, reason="this is the child process")
 
@@ -79,21 +74,7 @@ def assert_same_tree(tree, expected):
 
 @functools.cache
 def build_library(slots: int) -> ctypes.CDLL:
-    library = Path(tempfile.mkdtemp(prefix="tree_build_on_cpu_")) / "kernel.so"
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-U_FORTIFY_SOURCE",
-        "-fno-strict-aliasing",
-        "-Wno-unknown-pragmas",
-    ]
-    folders = [f"-I{TESTS}", f"-I{tree_build_module.SOURCE.parent}", f"-DSLOTS={slots}"]
-    command = [GXX, *flags, *folders, str(TESTS / "tree_build_on_cpu.cpp"), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(library))
+    return build_for_cpu("tree_build_on_cpu.cpp", tree_build_module.SOURCE.parent, {"SLOTS": slots})
 
 
 def build_on_cpu(root, log_probs, tokens, budget, limits, committed=None):
@@ -141,16 +122,8 @@ def test_the_cuda_source_builds_any_tree(kind, requests, depths, width, budget, 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
 @pytest.mark.parametrize("target, slots", [("sm_80", 8), ("sm_90a", 2), ("sm_100a", 8)])
 def test_tree_building_compiles(target, slots, tmp_path):
-    command = [
-        NVCC,
-        f"-gencode=arch=compute_{target[3:]},code={target}",
-        "-std=c++17",
-        "-cubin",
-        "-Werror=all-warnings",
-    ]
-    command += ["-Xptxas=-v", f"-DSLOTS={slots}", str(tree_build_module.SOURCE), "-o", str(tmp_path / "kernel.cubin")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0 and "0 bytes spill stores" in result.stderr, result.stderr
+    source, cubin = tree_build_module.SOURCE, tmp_path / "kernel.cubin"
+    assert_no_spills(compile_for_gpu(source, {"SLOTS": slots}, target, cubin))
 
 
 @parent_process

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from compiled import GXX
 from interpreted import INTERPRETING, run_interpreted
-from row_linear_on_cpu import COMPILER, row_linear_on_cpu
+from row_linear_on_cpu import row_linear_on_cpu
 from sgl_specflow.kernels import row_linear
 from weavers import random_weaver, weaver_config
 
@@ -188,7 +189,7 @@ def emulated(x, weight, bias=None, residual=None, norm=False, gated=False):
 
 
 @compiled
-@pytest.mark.skipif(not CUDA and COMPILER is None, reason="g++ is missing")
+@pytest.mark.skipif(not CUDA and GXX is None, reason="g++ is missing")
 @pytest.mark.parametrize("dtype", FEW_LAUNCHES, ids=str)
 def test_rounds_in_five_launches_a_layer(dtype, monkeypatch):
     """Two rounds' log-probabilities, against the same rounded weights in float64: no further off than the plain pieces',
@@ -235,4 +236,4 @@ def test_a_weaver_that_cannot_be_multiplied_is_refused_by_name():
         FoldedWeaver(config, random_weaver(config), torch.randn(50, 20), torch.randn(50, 24), dtype, "cublas")
 
 
-COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3 + 1 + (COMPILER is not None)
+COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3 + 1 + (GXX is not None)

@@ -1,0 +1,44 @@
+"""CUDA sources compiled for tests: by g++ against cuda_on_cpu.h, to run on the CPU, and by nvcc, as the GPU gets them."""
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+GXX, NVCC = shutil.which("g++"), shutil.which("nvcc")
+# As the sources are meant: they read numbers of one type as another's.
+_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
+
+
+def build_for_cpu(runner: str, source_folder: Path, defines: Mapping[str, object]) -> ctypes.CDLL:
+    """The library that tests/`runner` makes of a CUDA source in `source_folder`, which it includes."""
+    library = Path(tempfile.mkdtemp(prefix=f"{Path(runner).stem}_")) / "kernel.so"
+    folders = [f"-I{TESTS}", f"-I{source_folder}"]
+    result = _run([GXX, *_FLAGS, *_given(defines), *folders, str(TESTS / runner), "-o", str(library)])
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(library))
+
+
+def compile_for_gpu(source: Path, defines: Mapping[str, object], target: str, cubin: Path) -> str:
+    """What ptxas says of each kernel's registers and memory. `target`, as 'sm_90a'; warnings are errors."""
+    arch = f"-gencode=arch=compute_{target[3:]},code={target}"
+    flags = ["-std=c++17", "-cubin", "-Werror=all-warnings", "-Xptxas=-v"]
+    result = _run([NVCC, arch, *flags, *_given(defines), str(source), "-o", str(cubin)])
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def assert_no_spills(report: str, kernels: int = 1) -> None:
+    """All of the `kernels` in compile_for_gpu's report keep their numbers in registers."""
+    assert report.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, report
+
+
+def _given(defines: Mapping[str, object]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in defines.items()]
+
+
+def _run(command: list) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
