@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from injected import with_forked_children
 from safetensors.torch import load_file, save_file
 from sgl_specflow.launch.quickstart import EXACT_FLOAT32
 from sgl_specflow.launch.server import Server, start
@@ -178,14 +179,14 @@ def weaver_options(weaver: Path, **more) -> dict[str, str]:
     return {"SGL_SPECFLOW_OPTIONS": json.dumps({"weaver": str(weaver), **more})}
 
 
-def serve(target: Path, log: Path, *flags: str, environment: dict | None = None, timeout: float = 420) -> Server:
-    """A server of the target on a free port; the caller stops it."""
-    return start(
-        ["--model-path", str(target), *BASE_FLAGS, *flags],
-        log=log,
-        environment={**ENVIRONMENT, **(environment or {})},
-        timeout=timeout,
-    )
+def serve(
+    target: Path, log: Path, *flags: str, environment: dict | None = None, timeout: float = 420, fork: bool = True
+) -> Server:
+    """A server of the target on a free port; the caller stops it. fork: on the CPU, `with_forked_children`."""
+    environment = {**ENVIRONMENT, **(environment or {})}
+    if fork and not torch.cuda.is_available():
+        environment = with_forked_children(environment)
+    return start(["--model-path", str(target), *BASE_FLAGS, *flags], log=log, environment=environment, timeout=timeout)
 
 
 def tree_flags(algorithm: str, head: Path, budget: int, *more: str) -> list[str]:

@@ -88,7 +88,10 @@ def recorded(request, tmp_path_factory):
         environment["SGL_SPECFLOW_OPTIONS"] = json.dumps(options)
     shared = prompts(1, seed=30, longest=50)[0] + [3] * 20
     requests = [greedy(ids, 16) for ids in [*prompts(4, seed=31), shared + [4, 5], shared + [6]]]
-    with serve(target, folder / "log", *tree_flags(algorithm, head, budget, *flags), environment=environment) as server:
+    flags_of_all = tree_flags(algorithm, head, budget, *flags)
+    # Plugins of two ranks: loaded by each process for itself.
+    fork = request.param != "two ranks"
+    with serve(target, folder / "log", *flags_of_all, environment=environment, fork=fork) as server:
         generate(server, requests, at_once=3)
     rows = torch.load(folder / "trees.pt")
     assert len(rows) > 40

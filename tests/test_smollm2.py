@@ -9,10 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
-from served import ENVIRONMENT, accept_length, generate, outcome, post, tree_flags
+from served import accept_length, generate, outcome, post, serve, tree_flags
 from sgl_specflow.launch.batch import read_jobs
 from sgl_specflow.launch.get_smollm2 import fetch
-from sgl_specflow.launch.server import start
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = ROOT / "sgl_specflow" / "drafter" / "heads"
@@ -34,19 +33,9 @@ def model():
 
 
 def run_server(model, log, *flags, environment=()):
-    base = [
-        "--model-path",
-        str(model),
-        "--dtype",
-        "float32",
-        "--max-running-requests",
-        "8",
-        "--max-total-tokens",
-        "16384",
-    ]
-    return start(
-        [*base, *flags], log=log, environment={**ENVIRONMENT, "OMP_NUM_THREADS": "2", **dict(environment)}, timeout=600
-    )
+    memory, threads = ["--max-total-tokens", "16384"], {"OMP_NUM_THREADS": "2"}
+    # Both threads are there before SGLang starts its processes, which can then not be forked.
+    return serve(model, log, *memory, *flags, environment={**threads, **dict(environment)}, timeout=600, fork=False)
 
 
 def requests(server):
