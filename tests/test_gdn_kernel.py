@@ -108,13 +108,7 @@ def test_a_wrong_size_of_shared_memory_does_not_compile(cache, compiler):
     shape = cuda_kernel.select_shape(16, 64, 64, False, LIMITS["sm_90a"])
     defines = shape.defines() | {"GDN_SHARED_BYTES": shape.shared_bytes + 16}
     with pytest.raises(CudaCompileError, match="another amount of shared memory"):
-        nvrtc.compile_cubin(
-            "gdn_tree",
-            cuda_kernel.SOURCE.read_text(),
-            {"intrinsics.cuh": cuda_kernel.HEADER.read_text()},
-            defines,
-            "sm_90a",
-        )
+        nvrtc.compile_cubin("gdn_tree", cuda_kernel.SOURCE.read_text(), cuda_kernel.headers(), defines, "sm_90a")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA driver")

@@ -10,7 +10,7 @@ from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
 from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
 
 SOURCE = Path(__file__).with_name("gdn_tree.cu")
-HEADER = Path(__file__).with_name("intrinsics.cuh")
+HEADERS = [SOURCE.with_name(name) for name in ("intrinsics.cuh", "layout.cuh", "state.cuh")]
 TILE = 16
 MAX_NODES = 256
 
@@ -254,7 +254,12 @@ def load(shape: KernelShape, device: int) -> LoadedKernels:
 
 
 def compile_for(shape: KernelShape, target: str) -> bytes:
-    return compile_cubin("gdn_tree", SOURCE.read_text(), {HEADER.name: HEADER.read_text()}, shape.defines(), target)
+    return compile_cubin("gdn_tree", SOURCE.read_text(), headers(), shape.defines(), target)
+
+
+def headers() -> dict[str, str]:
+    """What the source includes, by name."""
+    return {header.name: header.read_text() for header in HEADERS}
 
 
 def launch_verify(shape: KernelShape, arguments: VerifyArguments, requests: int, device: int) -> None:
