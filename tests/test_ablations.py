@@ -85,7 +85,7 @@ def test_heads_are_trained_measured_and_not_trained_again(tmp_path, monkeypatch)
 def test_the_command_asks_for_the_data_sets_own_prompts_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     """From the words of the command to the first case, with the pieces that need a model replaced."""
     seen = {}
-    monkeypatch.setattr(command, "_lockstep", lambda target, seed, dtype: (tiny_target().model, "generate"))
+    monkeypatch.setattr(command, "_model", lambda target, dtype: tiny_target().model)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda target: "tokenizer")
     monkeypatch.setattr("sgl_specflow.training.responses.load_responses", lambda places: [places])
     monkeypatch.setattr(

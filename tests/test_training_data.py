@@ -7,13 +7,14 @@ import pytest
 import torch
 from tiny_models import make_tiny_llama
 from training_cases import MASK, PROMPT, tiny_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.training.__main__ import main
+from sgl_specflow.training import __main__ as command
+from sgl_specflow.training.__main__ import greedy, main
 from sgl_specflow.training.config import AblateConfig, EvaluateConfig, HeadShape, RegenerateConfig, TrainConfig, load
 from sgl_specflow.training.evaluate import continuations
-from sgl_specflow.training.lockstep import LockstepGenerator
+from sgl_specflow.training.lockstep import GreedyGenerator, LockstepGenerator
 from sgl_specflow.training.prompts import Prompt, TestRows, chat_tokens, openings, self_written, train_prompts
 from sgl_specflow.training.regenerate import corpus_responses, regenerate
 from sgl_specflow.training.responses import Response, load_responses, save_responses
@@ -101,6 +102,42 @@ def test_lockstep_decoding_is_greedy_decoding():
         assert text == out[0, len(prompt) :].tolist()
     with pytest.raises(ValueError, match="LlamaForCausalLM only"):
         LockstepGenerator(torch.nn.Linear(1, 1), 2)
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(3)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    return Qwen3ForCausalLM(Qwen3Config(**shape, num_key_value_heads=2, vocab_size=48, eos_token_id=None)).eval()
+
+
+@pytest.mark.parametrize("make, kind", [(tiny_model, LockstepGenerator), (tiny_qwen3, GreedyGenerator)])
+def test_answers_are_greedy_and_end_at_any_of_the_models_stop_tokens(make, kind):
+    model = make()
+    prompts = [torch.randint(0, MASK, (n,)).tolist() for n in (3, 9, 6, 4)]
+    model.generation_config.eos_token_id = None
+    whole = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        whole.append(out[0, len(prompt) :].tolist())
+    stops = [whole[0][7], whole[1][4]]
+    model.generation_config.eos_token_id = stops
+    model.generation_config.repetition_penalty = 3.0  # not the target's own distribution
+    generate = greedy(model)
+    assert type(generate) is kind
+    generate.batch = 3
+    ends = [next((i for i, token in enumerate(text, 1) if token in stops), 20) for text in whole]
+    assert min(ends) < 20
+    assert generate(prompts, 20) == [text[:end] for text, end in zip(whole, ends)]
+
+
+def test_lockstep_regeneration_of_another_model_is_refused(folder, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(command, "_model", lambda target, dtype: tiny_qwen3())
+    monkeypatch.setattr("sgl_specflow.training.target_states.load_tokenizer", lambda target: tokenizer)
+    with pytest.raises(
+        SpecflowConfigError, match="backend lockstep with somewhere, a Qwen3ForCausalLM.*backend=engine"
+    ):
+        command.regenerate(["target=somewhere", f"data={folder}", f"out={tmp_path}/out", "backend=lockstep"])
 
 
 def test_lockstep_samples_follow_the_target():

@@ -17,6 +17,7 @@ from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.training.config import AblateConfig, EvaluateConfig, RegenerateConfig, TrainConfig, load
 
 LOCKSTEP_BATCH = 4096
+GREEDY_BATCH = 64
 HELD_OUT = 48  # train prompts of a data set that no ablation trains on
 
 
@@ -39,7 +40,18 @@ def regenerate(words: list[str]) -> None:
         finally:
             generate.close()
     else:
-        run(config, _lockstep(config.target, config.seed)[1], tokenizer)
+        from transformers import LlamaForCausalLM
+
+        from sgl_specflow.training.lockstep import LockstepGenerator
+
+        model = _model(config.target, "auto")
+        if not isinstance(model, LlamaForCausalLM):
+            raise SpecflowConfigError(
+                given=f"backend lockstep with {config.target}, a {type(model).__name__}",
+                allowed="lockstep decoding of LlamaForCausalLM alone",
+                todo="give backend=engine",
+            )
+        run(config, LockstepGenerator(model, LOCKSTEP_BATCH, config.seed), tokenizer)
 
 
 def train(words: list[str]) -> None:
@@ -79,8 +91,8 @@ def evaluate(words: list[str]) -> None:
     config = _config(EvaluateConfig, words)
     for head in config.heads:
         HeadConfig.load(head)  # before anything is computed
-    model, generate = _lockstep(config.target, 0, config.dtype)
-    answers = continuations(config, load_tokenizer(config.target), generate)
+    model = _model(config.target, config.dtype)
+    answers = continuations(config, load_tokenizer(config.target), greedy(model))
     print(table(measure(config, FrozenTarget(model, ()), answers)))
 
 
@@ -95,9 +107,9 @@ def ablate(words: list[str]) -> None:
 
     config = _config(AblateConfig, words)
     responses = load_responses(config.responses)
-    model, generate = _lockstep(config.target, 0, config.dtype)
+    model = _model(config.target, config.dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.target)
-    answers = continuations(config, tokenizer, generate)
+    answers = continuations(config, tokenizer, greedy(model))
     corpus = functools.cache(lambda: corpus_responses(config.data, tokenizer, HELD_OUT))
     print(table(run(config, FrozenTarget(model, ()), model.config, responses, corpus, answers)))
 
@@ -113,14 +125,23 @@ def _trainer(config: TrainConfig):
     return Trainer(config, head, FrozenTarget(model, head.target_layer_ids), responses), responses
 
 
-def _lockstep(target: str, seed: int, dtype: str = "auto"):
+def _model(target: str, dtype: str):
     import torch
 
-    from sgl_specflow.training.lockstep import LockstepGenerator
     from sgl_specflow.training.target_states import load_model
 
-    model = load_model(target, "cuda" if torch.cuda.is_available() else "cpu", dtype)
-    return model, LockstepGenerator(model, LOCKSTEP_BATCH, seed)
+    return load_model(target, "cuda" if torch.cuda.is_available() else "cpu", dtype)
+
+
+def greedy(model):
+    """What decodes the model's own answers: this package's lockstep for Llama, transformers for others."""
+    from transformers import LlamaForCausalLM
+
+    from sgl_specflow.training.lockstep import GreedyGenerator, LockstepGenerator
+
+    if isinstance(model, LlamaForCausalLM):
+        return LockstepGenerator(model, LOCKSTEP_BATCH)
+    return GreedyGenerator(model, GREEDY_BATCH)
 
 
 def _data_kind(responses) -> str:

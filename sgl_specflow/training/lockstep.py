@@ -1,7 +1,8 @@
 """The target's continuations without SGLang: many prompts at once on one device, all a token further each step.
 
 For small Llama models, where a server's bookkeeping costs more than the model: the key-value cache is one preallocated
-tensor, prompts of like length share a batch, and nothing is read back until a batch ends.
+tensor, prompts of like length share a batch, and nothing is read back until a batch ends. Other models are decoded by
+transformers (`GreedyGenerator`).
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, apply_rotary_pos_emb
 
 PREFILL_TOKENS = 131072
@@ -28,8 +30,7 @@ class LockstepGenerator:
             raise ValueError(f"the model is {type(model).__name__}; lockstep decoding reads LlamaForCausalLM only")
         self.model, self.batch = model, batch
         self.generator = torch.Generator(model.device).manual_seed(seed)
-        stop = model.generation_config.eos_token_id
-        self.stop = stop[0] if isinstance(stop, list) else stop
+        self.stops = stop_tokens(model)
 
     def __call__(
         self,
@@ -39,16 +40,12 @@ class LockstepGenerator:
         forbidden: tuple[int, ...] = (),
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[list[int]]:
-        """One continuation a prompt, cut after the stop token, in the prompts' order."""
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        written: list[list[int]] = [[] for _ in prompts]
-        for first in range(0, len(order), self.batch):
-            chosen = order[first : first + self.batch]
-            rows = self._batch([prompts[index] for index in chosen], max_new_tokens, temperature, forbidden)
-            for index, row in zip(chosen, rows, strict=True):
-                written[index] = row[: row.index(self.stop) + 1] if self.stop in row else row
-            progress(first + len(chosen))
-        return written
+        """One continuation a prompt, cut after its first stop token, in the prompts' order."""
+
+        def write(batch):
+            return self._batch(batch, max_new_tokens, temperature, forbidden)
+
+        return _in_batches(prompts, self.batch, self.stops, write, progress)
 
     @torch.inference_mode()
     def _batch(self, prompts, max_new_tokens: int, temperature: float, forbidden) -> list[list[int]]:
@@ -66,10 +63,10 @@ class LockstepGenerator:
         bias.masked_fill_(hidden_places[:, None, None], -torch.inf)
 
         token = self._prefill(ids, absent, keys, values, temperature, forbidden)
-        out = torch.full((count, max_new_tokens), -1, device=device)
+        out, stops = torch.full((count, max_new_tokens), -1, device=device), torch.tensor(self.stops, device=device)
         out[:, 0] = token
         for step in range(1, max_new_tokens):
-            if step % CHECK_EVERY == 0 and bool((out == self.stop).any(1).all()):
+            if step % CHECK_EVERY == 0 and bool(torch.isin(out, stops).any(1).all()):
                 break
             hidden = self._decode(token, width + step - 1, absent, keys, values, bias)
             token = self._choose(hidden, temperature, forbidden)
@@ -126,3 +123,61 @@ class LockstepGenerator:
         # Gumbel: argmax(logits / T - log(-log u)) is a sample of softmax(logits / T).
         noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self.generator)
         return (logits.float() / temperature - noise.log()).argmax(-1)
+
+
+class GreedyGenerator:
+    """Greedy continuations of any model that transformers generates with: the likeliest token each time, whatever penalties
+    the model's own generation config would add.
+
+    Args:
+        model: of a causal language model. batch: prompts at once.
+    """
+
+    def __init__(self, model: nn.Module, batch: int):
+        self.model, self.batch, self.stops = model, batch, stop_tokens(model)
+
+    def __call__(
+        self, prompts: list[list[int]], max_new_tokens: int, progress: Callable[[int], None] = lambda done: None
+    ) -> list[list[int]]:
+        """One continuation a prompt, cut after its first stop token, in the prompts' order."""
+        padding = self.stops[0] if self.stops else 0
+        settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(self.stops) or None,
+            pad_token_id=padding,
+        )
+
+        @torch.inference_mode()
+        def write(batch):
+            width = max(map(len, batch))
+            rows = [[padding] * (width - len(prompt)) + prompt for prompt in batch]
+            mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch]
+            ids, mask = (torch.tensor(part, device=self.model.device) for part in (rows, mask))
+            return self.model.generate(ids, attention_mask=mask)[:, width:].tolist()
+
+        # What a config that is handed over leaves open, transformers takes from the model's own.
+        kept, self.model.generation_config = self.model.generation_config, settings
+        try:
+            return _in_batches(prompts, self.batch, self.stops, write, progress)
+        finally:
+            self.model.generation_config = kept
+
+
+def stop_tokens(model: nn.Module) -> tuple[int, ...]:
+    """The tokens that end an answer of the model, by its generation config."""
+    stop = model.generation_config.eos_token_id
+    return () if stop is None else tuple(stop) if isinstance(stop, list) else (stop,)
+
+
+def _in_batches(prompts, size: int, stops: tuple[int, ...], write, progress) -> list[list[int]]:
+    """What `write` makes of prompts of like length, `size` at once, cut after each one's first stop token."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    written: list[list[int]] = [[] for _ in prompts]
+    for first in range(0, len(order), size):
+        chosen = order[first : first + size]
+        for index, row in zip(chosen, write([prompts[index] for index in chosen]), strict=True):
+            end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
+            written[index] = row[:end]
+        progress(first + len(chosen))
+    return written
