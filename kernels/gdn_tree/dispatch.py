@@ -37,7 +37,7 @@ def gdn_tree_verify(
     implementation: Literal["cuda", "batched", "naive"] | None = None,
     shape: cuda_kernel.KernelShape | None = None,
 ) -> torch.Tensor:
-    """One layer's Gated Delta Net outputs for R requests' N tree nodes (DESIGN.md section 5; docs/gdn.md).
+    """One layer's Gated Delta Net outputs for R requests' N tree nodes (docs/gdn.md).
 
     Node i of a request starts from its parent's state: S_i = e^{g_i} (I - beta_i k_i k_i^T) S_parent + beta_i k_i v_i^T,
     o_i = S_i^T q_i, with g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), q and k divided by

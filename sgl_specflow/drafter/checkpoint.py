@@ -15,7 +15,7 @@ MAX_SHARD_BYTES = 15 * 2**20
 
 
 def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the public format by name (DESIGN.md section 3); linear weights are [out, in]."""
+    """Every tensor of the public format by name; linear weights are [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = {

@@ -1,4 +1,4 @@
-"""The configuration of a DFlash or JetFlow draft head: the `config.json` of its folder (DESIGN.md section 3)."""
+"""The configuration of a DFlash or JetFlow draft head: the `config.json` of its folder."""
 
 import json
 from dataclasses import dataclass, field

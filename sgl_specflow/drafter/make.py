@@ -30,7 +30,7 @@ def head_config(
     layer_types: list[str] | None = None,
     sliding_window: int | None = None,
 ) -> dict[str, Any]:
-    """The content of a head's `config.json` in the public format (DESIGN.md section 3)."""
+    """The content of a head's `config.json` in the public format."""
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

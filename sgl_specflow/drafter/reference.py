@@ -1,6 +1,6 @@
 """The draft head in plain PyTorch: slow, readable, any float dtype. Faster heads are held to this one.
 
-Sources (SGLang 0.5.23, `srt/models/dflash.py`; DESIGN.md section 3):
+Sources (SGLang 0.5.23, `srt/models/dflash.py`, and the public heads' files):
 - context: `fc` then `hidden_norm` over the concatenated target hidden states (`project_target_hidden`); each layer's
   k_proj and v_proj read that directly, without `input_layernorm` (`prepare_context_hidden_for_kv` returns it
   unchanged); k then takes k_norm and RoPE at the context token's position, v neither (`kv_proj_only`, `apply_k_norm`,

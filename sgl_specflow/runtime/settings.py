@@ -6,7 +6,7 @@ one place for options that SGLang has no flag for:
     SGL_SPECFLOW_OPTIONS='{"path_refresh": true}'
 
 - `path_refresh` (bool, default false; causal heads only): a second pass of the head over the first tree's better half
-  re-scores children on their own branch (DESIGN.md section 3, JetFlow's tree-causal drafting).
+  re-scores children on their own branch (JetFlow's tree-causal drafting).
 - `fp8_draft` (bool, default false): drafting reads FP8 copies of the head's large matrices and of the LM head. It changes
   which tokens are proposed, never what is accepted.
 - `weaver` (text; dflash_tfm only, which needs it): the Weaver adapter: a torch file, a folder or a hub id.

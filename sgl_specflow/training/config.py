@@ -81,13 +81,13 @@ class TrainConfig:
             the head's folder `head` and history.jsonl go.
         loss: forward_kl, reverse_kl or cross_entropy. teacher_temperature: of the target's distribution in the KL
             losses; below 1 for heads that draft for greedy decoding. decay: of the loss's weight with depth,
-            exp(-(i - 1) / decay).
+            exp(-(i - 1 - revealed) / decay) at the block's position i.
         reveal: part of the blocks that reveal path tokens (causal heads; for path refresh).
         row_tokens, anchors: context tokens and blocks of one row; on a GPU row_tokens, and anchors x block_size, are
             multiples of 128. rows: rows a step and process (gradient accumulation).
         optimizer: muon (matrices; the rest AdamW) or adamw.
         ema: decay of an exponential average that is exported instead of the weights; 0: none.
-        sources: only responses of these sources; none: all. corpus: train on the data sets' own answers.
+        sources: only responses of these sources; none: all.
         initial: a checkpoint.pt or head folder to start from, or none.
         validate_minutes, checkpoint_minutes: between two of them; 0: only at the end.
     """

@@ -1,6 +1,6 @@
 """`regenerate`: prompts in, the target's own continuations out, in shards that a later run goes on from.
 
-Heads learn the target's distribution, so text from elsewhere teaches the wrong thing (DESIGN.md section 8).
+Heads learn the target's distribution, so text from elsewhere teaches the wrong thing.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Path refresh: re-scoring a tree on its own branches (DESIGN.md section 3, JetFlow's tree-causal drafting).
+"""Path refresh: re-scoring a tree on its own branches (JetFlow's tree-causal drafting).
 
 One pass of masks gives every depth the same candidates on every branch. A second pass runs the causal head over the
 tree's real tokens, each followed by a mask: the mask behind node i attends to the context, to i's path and to itself,

@@ -10,7 +10,7 @@ WORD_BITS = 32
 
 @dataclass
 class TokenTree:
-    """R token trees of B nodes each (DESIGN.md section 2).
+    """R token trees of B nodes each.
 
     Nodes are ordered by depth, and inside a depth by the order in which the builder selected them, so a parent comes
     before its children. Node 0 is the anchor. Siblings carry distinct tokens: acceptance relies on it. Nodes from

@@ -28,7 +28,7 @@ class Accepted:
 
 
 def accept(tree: TokenTree, next_token: torch.Tensor, max_depth: int) -> Accepted:
-    """Walk from the root while a child carries the token that the target chose at its parent (DESIGN.md section 4).
+    """Walk from the root while a child carries the token that the target chose at its parent.
 
     One rule serves greedy and sampled decoding. Let node i's choice X_i be drawn from the target's processed
     distribution p(. | context, path to i); greedy is the case where p is a point mass. The tree is fixed before any

@@ -12,7 +12,7 @@ from sgl_specflow.errors import SpecflowConfigError
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PATTERNS = ["*.json", "*.safetensors", *(f"*{suffix}" for suffix in TORCH_SUFFIXES)]
-LAYOUT = "a Weaver (DESIGN.md section 3)"
+LAYOUT = "a Weaver, as trymirai/weaver is laid out"
 CHECK_PATH = "check the path"
 ALLOWED = "a torch file with 'config' and 'state_dict', or a folder with config.json and safetensors files"
 

@@ -1,4 +1,4 @@
-"""The configuration of a Weaver adapter, in the keys of the public checkpoint (DESIGN.md section 3)."""
+"""The configuration of a Weaver adapter, in the keys of the public checkpoint (the layout of trymirai/weaver)."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,7 @@
 """The Weaver in plain PyTorch: slow, readable, any float dtype. The fast construction is held to it; training
 differentiates through it.
 
-Sources: DESIGN.md section 3 and the module names and shapes of the public checkpoint. A pre-norm transformer of width
+Sources: the module names and shapes of the public checkpoint (trymirai/weaver). A pre-norm transformer of width
 `d_rank`; norms are x / sqrt(mean(x^2) + 1e-6) * weight + bias in float32 at least; q, k and v are the thirds of
 `qkv_proj`, heads inside each third; RoPE is of the neox kind (first half of a head against the second); scores are
 scaled by head_dim^-1/2.
