@@ -1,5 +1,6 @@
 """Training runs on a tiny target: they learn, resume exactly, and share a step over processes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from served import make_small_head
 from training_cases import answers, tiny_run, tiny_target
 
 from sgl_specflow.drafter.checkpoint import load_tensors
 from sgl_specflow.drafter.reference import ReferenceHead
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.training.export import export, facts
+from sgl_specflow.training.export import export, facts, start_of
 from sgl_specflow.training.offline_accept import OfflineDrafter, accept_lengths
 from sgl_specflow.training.trainer import Trainer
 from sgl_specflow.tree import build_tree_by_heap
@@ -181,3 +183,11 @@ def test_nothing_to_train_on_is_said(target):
         trainer(target, answers(target, 2, 8, held_out=2))
     with pytest.raises(SpecflowConfigError, match="other sources"):
         trainer(target, answers(target, 2, 8), sources=["gsm8k"])
+
+
+@pytest.mark.parametrize("causal, kind", [(True, "causal"), (False, "bidirectional")])
+def test_a_card_says_what_a_head_began_as(tmp_path, causal, kind):
+    head = make_small_head(tmp_path / "head", causal=causal)
+    assert start_of(str(head)) == "the weights of head" and start_of("") == "random weights"
+    (head / "training.json").write_text(json.dumps({"steps": 633, "minutes": 1.54, "date": "2026-11-29"}))
+    assert start_of(str(head)) == f"an earlier {kind} head of 633 steps (1.5 minutes, 2026-11-29)"

@@ -49,7 +49,7 @@ def facts(config: TrainConfig, head: HeadConfig, trainer, responses: list[Respon
         "causal": head.causal_head,
         "loss": config.loss,
         "data": data,
-        "start": _start(config.initial),
+        "start": start_of(config.initial),
         "steps": trainer.progress.step,
         "minutes": trainer.progress.minutes,
         "epochs": losses[-1]["epochs"] if losses else 0,
@@ -102,11 +102,13 @@ def model_card(name: str, head: HeadConfig, tensors: dict[str, torch.Tensor], ru
     )
 
 
-def _start(initial: str) -> str:
+def start_of(initial: str) -> str:
     """What a run's weights began as, in words."""
     if not initial:
         return "random weights"
     run = Path(initial) / TRAINING
     if not run.exists():
         return f"the weights of {Path(initial).name}"
-    return "an earlier head of {steps} steps ({minutes:.1f} minutes, {date})".format(**json.loads(run.read_text()))
+    kind = "causal" if HeadConfig.load(initial).causal_head else "bidirectional"
+    run = json.loads(run.read_text())
+    return f"an earlier {kind} head of {run['steps']} steps ({run['minutes']:.1f} minutes, {run['date']})"
