@@ -1,5 +1,5 @@
-"""python -m sgl_specflow.eval COMMAND: the figures in README, docs and eval/results come from these, and offline accept lengths
-from `sgl_specflow.training evaluate` and `ablate`."""
+"""python -m sgl_specflow.eval COMMAND: the figures in README, docs and eval/results come from these, and offline accept
+lengths from `sgl_specflow.training evaluate` and `ablate`."""
 
 import importlib
 import sys

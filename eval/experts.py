@@ -104,9 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     target = MODELS[options.model].target
     if "num_experts" not in target:
-        parser.error(
-            f"{options.model} has no experts; give {', '.join(n for n in MODELS if 'num_experts' in MODELS[n].target)}"
-        )
+        with_experts = [name for name in MODELS if "num_experts" in MODELS[name].target]
+        parser.error(f"{options.model} has no experts; give {', '.join(with_experts)}")
 
     points = points_of(options.points)
     folder = Path(tempfile.mkdtemp(prefix="experts_"))

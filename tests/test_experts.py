@@ -1,9 +1,12 @@
 """`eval experts`: experts counted by a real server's recorder, and the bytes that they stand for."""
 
+import json
+
 import pytest
 import torch
 from injected import plugin_environment
 from served import EXPERTS, LAYERS, generate, make_small_head, make_small_moe_target, serve, tree_flags
+from sgl_specflow.eval import experts, inflation
 from sgl_specflow.eval.experts import (
     FOLDER_VARIABLE,
     RECORDER_FLAGS,
@@ -16,6 +19,7 @@ from sgl_specflow.eval.experts import (
     uniform_experts,
 )
 from sgl_specflow.eval.shapes import MODELS
+from sgl_specflow.launch.server import Server
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from sgl_specflow.drafter.config import HeadConfig
@@ -96,6 +100,53 @@ def test_the_floor_is_over_the_plain_row_of_the_same_point():
     ]
     add_floor(rows)
     assert [row.get("floor_inflation") for row in rows] == [None, 2.5, None]
+
+
+class Stand(Server):
+    def stop(self):
+        self.url = "stopped"
+
+
+def test_a_run_writes_a_row_a_server_and_what_failed(tmp_path, monkeypatch):
+    """Servers whose passes send each token to eight experts of its own; one server does not start."""
+    started = []
+
+    def start(flags, log, environment, timeout):
+        nodes = int(flags[flags.index("--speculative-num-draft-tokens") + 1]) if "jetflow" in flags else 1
+        if nodes == 32:
+            raise RuntimeError("no memory")
+        assert flags[-len(RECORDER_FLAGS) :] == RECORDER_FLAGS and environment[FOLDER_VARIABLE] not in started
+        started.append(environment[FOLDER_VARIABLE])
+        return Stand(str(nodes), None, log)
+
+    def passes(url, folder, run):
+        assert str(folder) in started
+        run()
+        counts = torch.zeros(5, SHAPES.target["num_hidden_layers"], 128, dtype=torch.int64)
+        counts[1:4, :, : 8 * min(int(url), 16)] = max(1, int(url) // 16)
+        return counts
+
+    asked = []
+
+    async def stream(url, prompts, new_tokens):
+        asked.append((url, len(prompts), len(prompts[0]), new_tokens))
+
+    monkeypatch.setattr(inflation, "start", start)
+    monkeypatch.setattr(experts, "recorded_passes", passes)
+    monkeypatch.setattr(experts, "stream_requests", stream)
+    out = tmp_path / "out" / "experts.json"
+    words = ["--model", "qwen3-30b-a3b", "--budgets", "16,32,64", "--points", "1x300", "--at-once", "2"]
+    assert main([*words, "--out", str(out), "--logs", str(tmp_path), "--commit", "here"]) == 1
+    result = json.loads(out.read_text())
+    plain, small, large = result["rows"]
+    assert [(row["algorithm"], row["budget"], row["distinct"]) for row in result["rows"]] == [
+        ("plain", None, 8.0),
+        ("jetflow", 16, 128.0),
+        ("jetflow", 64, 128.0),
+    ]
+    assert asked == [("1", 1, 300, 40), ("16", 1, 300, 160), ("64", 1, 300, 160)]
+    assert "floor_inflation" not in plain and small["floor_inflation"] == large["floor_inflation"] > 4
+    assert [failure["server"] for failure in result["failures"]] == [["jetflow", 32, False]]
 
 
 def test_a_model_without_experts_is_refused(tmp_path, capsys):
