@@ -11,6 +11,8 @@ import torch
 from compiled import build_for_cpu
 from sgl_specflow.kernels.tree_attention import cuda_kernel
 
+RUNNER = "tree_attention_on_cpu.cpp"
+
 
 class Range(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
@@ -19,11 +21,11 @@ class Range(ctypes.Structure):
 @functools.cache
 def build(variant: cuda_kernel.Variant, source: str = "") -> ctypes.CDLL:
     """source: the kernel's text where it is not the file's."""
-    folder = cuda_kernel.SOURCE.parent
-    if source:
-        folder = Path(tempfile.mkdtemp(prefix="tree_attention_source_"))
-        (folder / cuda_kernel.SOURCE.name).write_text(source)
-    return build_for_cpu("tree_attention_on_cpu.cpp", folder, variant.defines())
+    if not source:
+        return build_for_cpu(RUNNER, cuda_kernel.SOURCE.parent, variant.defines())
+    with tempfile.TemporaryDirectory(prefix="tree_attention_source_") as folder:
+        (Path(folder) / cuda_kernel.SOURCE.name).write_text(source)
+        return build_for_cpu(RUNNER, Path(folder), variant.defines())
 
 
 def _range(tensor: torch.Tensor) -> Range:

@@ -15,11 +15,12 @@ _FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-st
 
 def build_for_cpu(runner: str, source_folder: Path, defines: Mapping[str, object]) -> ctypes.CDLL:
     """The library that tests/`runner` makes of a CUDA source in `source_folder`, which it includes."""
-    library = Path(tempfile.mkdtemp(prefix=f"{Path(runner).stem}_")) / "kernel.so"
-    folders = [f"-I{TESTS}", f"-I{source_folder}"]
-    result = _run([GXX, *_FLAGS, *_given(defines), *folders, str(TESTS / runner), "-o", str(library)])
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(prefix=f"{Path(runner).stem}_") as folder:  # not wanted once the library is loaded
+        library = f"{folder}/kernel.so"
+        folders = [f"-I{TESTS}", f"-I{source_folder}"]
+        result = _run([GXX, *_FLAGS, *_given(defines), *folders, str(TESTS / runner), "-o", library])
+        assert result.returncode == 0, result.stderr
+        return ctypes.CDLL(library)
 
 
 def compile_for_gpu(source: Path, defines: Mapping[str, object], target: str, cubin: Path) -> str:
