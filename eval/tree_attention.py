@@ -132,8 +132,14 @@ def our_calls(problem: Problem, config: TreeAttentionConfig | None = None, imple
             "cuda",
         )
 
+    return calls_of(problem, partial(tree_attention, implementation=implementation, scratch=scratch, config=config))
+
+
+def calls_of(problem: Problem, attend: Callable[..., torch.Tensor]) -> list[Callable[[], torch.Tensor]]:
+    """A call of `attend`, which takes `tree_attention`'s arguments, for each set."""
+
     def call(tensors: dict) -> torch.Tensor:
-        return tree_attention(
+        return attend(
             tensors["q"],
             problem.k_pool,
             problem.v_pool,
@@ -144,12 +150,9 @@ def our_calls(problem: Problem, config: TreeAttentionConfig | None = None, imple
             problem.depth,
             problem.scale,
             out=tensors["out"],
-            implementation=implementation,
-            scratch=scratch,
-            config=config,
         )
 
-    return [lambda tensors=tensors: call(tensors) for tensors in problem.sets]
+    return [partial(call, tensors) for tensors in problem.sets]
 
 
 def sglang_calls(problem: Problem) -> list:
@@ -243,27 +246,6 @@ def measure(
     return rows
 
 
-def variant_calls(problem: Problem, variant: Variant) -> list[Callable[[], torch.Tensor]]:
-    """A call of the CUDA kernel for each set."""
-
-    def call(tensors: dict) -> torch.Tensor:
-        return tree_attention_cuda(
-            tensors["q"],
-            problem.k_pool,
-            problem.v_pool,
-            problem.prefix_indptr,
-            tensors["prefix_slots"],
-            tensors["node_slots"],
-            problem.ancestors,
-            problem.depth,
-            problem.scale,
-            out=tensors["out"],
-            variant=variant,
-        )
-
-    return [lambda tensors=tensors: call(tensors) for tensors in problem.sets]
-
-
 def variants_of(
     served: Variant, splits: list[tuple[int, int]], clusters: int, at_a_time: Callable[[int], int], split_from: int = 0
 ) -> list[Variant]:
@@ -297,7 +279,7 @@ def measure_splits(
     clusters = clusters_of(replace(served, splits=1), batch, nodes, kv_heads)
     rows = []
     for variant in variants_of(served, splits, clusters, lambda size: clusters_at_a_time(device, size), split_from):
-        calls = variant_calls(problem, variant)
+        calls = calls_of(problem, partial(tree_attention_cuda, variant=variant))
         rows.append(
             {
                 "batch": batch,

@@ -7,6 +7,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+from sgl_specflow.kernels import nvrtc
+
 TESTS = Path(__file__).resolve().parent
 GXX, NVCC = shutil.which("g++"), shutil.which("nvcc")
 # As the sources are meant: they read numbers of one type as another's.
@@ -30,6 +33,14 @@ def compile_for_gpu(source: Path, defines: Mapping[str, object], target: str, cu
     result = _run([NVCC, arch, *flags, *_given(defines), str(source), "-o", str(cubin)])
     assert result.returncode == 0, result.stderr
     return result.stderr
+
+
+def need_nvrtc() -> None:
+    """Skips the test, with the reason, where CUDA's run-time compiler is missing."""
+    try:
+        nvrtc._nvrtc()
+    except nvrtc.CudaToolsMissing as missing:
+        pytest.skip(str(missing))
 
 
 def assert_no_spills(report: str, kernels: int = 1) -> None:

@@ -1,10 +1,6 @@
 // kernels/row_linear.cu as a shared library that runs on the CPU.
-#include "cuda_on_cpu.h"
+#include "few_rows_on_cpu.h"
 
-static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    HALF ? mma_f16(c, a, b0, b1) : mma_bf16(c, a, b0, b1);
-}
-static unsigned short round_to_x(float value) { return HALF ? on_cpu::round_f16(value) : on_cpu::round_bf16(value); }
 static float2 numbers_of(unsigned word) {
     const auto number = HALF ? on_cpu::f16_half : on_cpu::bf16_half;
     return {number(word, 0), number(word, 1)};
@@ -14,17 +10,7 @@ struct alignas(16) Vector {
 };
 
 // While the kernel before may still run, a thread asks for weights and biases alone, and none writes.
-static std::vector<bool> waited;
-static on_cpu::Range x_range, residual_range, out_range;
-static std::vector<char> out_before;
-static void wait_for_earlier_kernels() {
-    if (memcmp(out_before.data(), out_range.address, out_range.bytes))
-        on_cpu::fail("out is written before all threads have waited");
-    waited[on_cpu::running] = true;
-}
-static void let_later_kernels_start() {
-    if (!waited[on_cpu::running]) on_cpu::fail("later kernels may start before the wait");
-}
+static on_cpu::Range residual_range;
 static bool lies_in(const on_cpu::Range& range, const void* from) {
     const uint64_t first = uint64_t(from) - uint64_t(range.address);
     return first < range.bytes && first + 16 <= range.bytes;
@@ -58,11 +44,8 @@ extern "C" void row_linear_on_cpu(const RowLinearArguments* arguments, size_t sh
     for (int y = 0; y < along; ++y)
         for (int x = 0; x < across; ++x) {
             blockIdx = {x, y, 0};
-            waited.assign(THREADS, false);
-            const char* out = static_cast<const char*>(out_range.address);
-            out_before.assign(out, out + out_range.bytes);
+            before_any_waits(THREADS);
             on_cpu::run_block(THREADS, shared_bytes, reversed, [&] { row_linear(*arguments); });
-            if (DEPENDENT && std::count(waited.begin(), waited.end(), false))
-                on_cpu::fail("a thread ends without having waited");
+            after_all_end();
         }
 }

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, need_nvrtc
 from fp8_on_cpu import converted_on_cpu, linear_on_cpu
 from sgl_specflow.eval import fp8_linear as benchmark
 from sgl_specflow.kernels import fp8_linear_cuda, nvrtc
@@ -249,10 +249,7 @@ def test_every_form_of_the_cuda_source_compiles(case, tmp_path):
 
 
 def test_nvrtc_compiles_it(tmp_path, monkeypatch):
-    try:
-        nvrtc._nvrtc()
-    except nvrtc.CudaToolsMissing as error:
-        pytest.skip(str(error))
+    need_nvrtc()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for variant in (variant_of(16, BFLOAT, 4), variant_of(64, HALF, 1), form_of(FORMS[0])):
         assert variant.shared_bytes <= HOPPERS_SHARED_BYTES

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compiled import NVCC, assert_no_spills, compile_for_gpu
+from compiled import NVCC, assert_no_spills, compile_for_gpu, need_nvrtc
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.gdn_tree import (
@@ -63,10 +63,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler():
-    try:
-        nvrtc._nvrtc()
-    except CudaToolsMissing as missing:
-        pytest.skip(str(missing))
+    need_nvrtc()
 
 
 def test_compiled_once_by_nvrtc_and_kept_on_disk(cache, compiler, monkeypatch):

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, need_nvrtc
 from row_linear_on_cpu import row_linear_on_cpu
 from sgl_specflow.eval import row_linear as benchmark
 from sgl_specflow.eval.shapes import WEAVER_27B
-from sgl_specflow.kernels import nvrtc, row_linear
+from sgl_specflow.kernels import row_linear
 from sgl_specflow.kernels.row_linear import (
     EPSILON,
     HOPPERS_SHARED_BYTES,
@@ -229,10 +229,7 @@ def test_the_machine_code_asks_for_all_it_reads_ahead(name, tmp_path):
 
 
 def test_nvrtc_compiles_it(tmp_path, monkeypatch):
-    try:
-        nvrtc._nvrtc()
-    except nvrtc.CudaToolsMissing as error:
-        pytest.skip(str(error))
+    need_nvrtc()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for case in (CASES[1], CASES[-1]):
         assert b"row_linear" in row_linear.compile_for(variant_of(case), "sm_90a")

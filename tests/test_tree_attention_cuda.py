@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
 from attention_on_cpu import Scratch, attention_on_cpu, build
-from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, need_nvrtc
 from sgl_specflow.eval.tree_attention import splits_and_cluster, variants_of
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
@@ -432,10 +432,7 @@ def test_the_cuda_source_compiles_without_spills(variant, tmp_path):
 
 
 def test_nvrtc_compiles_it(tmp_path, monkeypatch):
-    try:
-        nvrtc._nvrtc()
-    except nvrtc.CudaToolsMissing as error:
-        pytest.skip(str(error))
+    need_nvrtc()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for variant in (*VARIANTS[:4], VARIANTS[-1]):
         assert b"tree_attention" in cuda_kernel.compile_for(variant, "sm_90a")
