@@ -50,7 +50,7 @@ def tree_from_marginals(
     committed: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> TokenTree:
-    """`build_tree` for candidates that come sorted: on CUDA one launch of one warp a request, elsewhere in torch, and so on
+    """`build_tree` for candidates that come sorted: on CUDA one launch of one block a request, elsewhere in torch, and so on
     CUDA for more candidates than a block's shared memory holds. The tree is the same.
 
     Args:
@@ -74,8 +74,9 @@ def tree_from_marginals(
     arguments = build_arguments(root_token, log_probs, tokens, budget, max_depth, out, committed, positions)
     device = log_probs.device.index
     with torch.cuda.device(device):
-        _load(out.ancestors.shape[2], device).launch(
-            "tree_build", (requests, 1, 1), 32, shared_bytes(budget, depths, width), _stream(), arguments
+        slots = out.ancestors.shape[2]
+        _load(slots, device).launch(
+            "tree_build", (requests, 1, 1), WORD_BITS * slots, shared_bytes(budget, depths, width), _stream(), arguments
         )
     return out
 
@@ -129,7 +130,7 @@ def build_arguments(root_token, log_probs, tokens, budget, max_depth, out, commi
 
 def shared_bytes(budget: int, depths: int, width: int) -> int:
     """What one block needs; the source's layout."""
-    return 4 * (depths * width + 3 * budget + 2 * depths + 3)
+    return 4 * (depths * width + 3 * budget + 2 * depths + 4)
 
 
 def _stream() -> int:
