@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--implementations",
         type=lambda text: text.split(","),
-        default=["triton"],
-        help="of a round's pieces, by commas: triton, cuda",
+        default=["triton", "cuda"],
+        help="of a round's pieces, by commas: triton, cuda (both)",
     )
     parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")

@@ -25,7 +25,7 @@ from served import (
     tree_flags,
     weaver_options,
 )
-from test_serving_greedy import greedy, prompts, reference_log_probs, scenarios
+from test_serving_greedy import greedy, plainly, prompts, reference_log_probs, scenarios
 
 # SGLang keeps conv windows in bfloat16 whatever the model's dtype. Then plain decoding too says something else after a
 # retraction or in other chunks, where the same inputs are read from a prompt and not from a window.
@@ -129,7 +129,7 @@ def plain_answers(targets, folder, environment):
     def answers(target: str) -> dict[str, list[dict]]:
         flags, log = [*NO_WARMUP, "--disable-overlap-schedule", "--disable-radix-cache"], folder / f"plain-{target}.log"
         with serve(targets[target], log, *flags, environment=environment) as server:
-            answers = {name: generate(server, scenarios()[name]) for name in SCENARIOS}
+            answers = {name: plainly(server, name) for name in SCENARIOS}
             answers["first turns"] = generate(server, turns())
             answers["second turns"] = generate(server, turns(answers["first turns"]))
             return answers

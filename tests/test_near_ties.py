@@ -44,7 +44,7 @@ def test_a_divergence_is_judged_over_the_common_prefix_and_by_both_servers():
     tree = decoded([5, 9, 1], {}, {9: -0.5, 7: -1.5, 2: -3.0})
     assert divergence(11, plain, tree, exact) == {
         "prompt": 11, "token": 1, "plain_token": 7, "tree_token": 9, "gap_float32": 0.5, "gap_bf16": 0.25,
-        "gap_bf16_tree": 1.0, "top_logit": 16.0, "units": 1.25 / UNIT,
+        "gap_bf16_tree": 1.0, "top_logit": 16.0, "units": 1.25 / UNIT, "error_bf16": 0.25, "error_bf16_tree": 1.5,
     }  # fmt: skip
     assert asked == [[3, 4, 5]]
 
@@ -74,11 +74,11 @@ def test_answers_of_other_prompts_are_not_compared():
         compare([decoded([7])], [], logits_with(gap=0.0)[0])
 
 
-def rows_with(gap, algorithm="jetflow", tree=(9,), gap_float32=0.0):
-    """A divergence about which the servers disagree by `gap`, three quarters of it the tree's."""
+def rows_with(gap, algorithm="jetflow", tree=(9,), gap_float32=0.0, trees_share=0.75):
+    """A divergence about which the servers disagree by `gap`, `trees_share` of it the tree's."""
     name = {"algorithm": algorithm, "budget": 16, "batch": 8, "plain_batch": 8}
-    plain = decoded([7], {7: 0.0, 9: -gap / 4})
-    answer = decoded(tree, {9: 0.0, 7: -3 * gap / 4})
+    plain = decoded([7], {7: 0.0, 9: (trees_share - 1) * gap})
+    answer = decoded(tree, {9: 0.0, 7: -trees_share * gap})
     return [name | compare([plain], [answer], logits_with(gap_float32)[0])]
 
 
@@ -87,6 +87,10 @@ def rows_with(gap, algorithm="jetflow", tree=(9,), gap_float32=0.0):
     [
         (rows_with(LARGEST_UNITS * UNIT), 0),
         (rows_with((LARGEST_UNITS + 0.1) * UNIT), 1),
+        (rows_with(6 * UNIT, trees_share=0.25), 0),  # plain decoding is the one that is off
+        (rows_with(6 * UNIT, trees_share=0.5), 1),  # both are
+        (rows_with(6 * UNIT, trees_share=0.25, gap_float32=4.5 * UNIT), 1),  # float32 is on plain decoding's side
+        (rows_with(6 * UNIT, trees_share=0.75, gap_float32=-4.5 * UNIT), 0),
         (rows_with((LARGEST_UNITS + 0.1) * UNIT, algorithm="plain"), 0),  # the control judges the threshold, not us
         (rows_with(0.0, tree=(7, 1)), 1),  # an answer that merely goes on is no near tie
         (rows_with(0.0, tree=(7,)), 0),
@@ -155,7 +159,7 @@ def test_a_run_fails_for_a_gap_or_a_server_that_does_not_speculate(
         server.server_close()
 
     logits = torch.zeros(256)
-    logits[ord("t")], logits[ord("i")] = 16.0, 15.9
+    logits[ord("t")], logits[ord("i")] = 16.0, 16.0 - 0.9 * units * UNIT  # plain decoding is right
     monkeypatch.setattr(near_ties, "start", start)
     monkeypatch.setattr(near_ties, "mixed", lambda _, count: [[{"content": "question"}]] * count)
     monkeypatch.setattr(near_ties, "ExactLogits", lambda _: lambda tokens: logits)

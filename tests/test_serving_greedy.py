@@ -158,6 +158,12 @@ def weaver(folder):
     return make_small_weaver(folder / "weaver")
 
 
+def plainly(server, name: str) -> list[dict]:
+    """Plain decoding's answers to a scenario. Of a grammar, one at a time: for a vocabulary of 16, SGLang's kernel for CUDA
+    masks wrong rows of a batch (`_apply_mask` in sgl_specflow/runtime/verifier.py)."""
+    return generate(server, scenarios()[name], at_once=1 if name == "grammar" else 8)
+
+
 @pytest.fixture(scope="module")
 def plain_answers(targets, folder):
     """Plain decoding's answers by scenario, of a target by its name; one server a target. Without overlap, under which
@@ -166,7 +172,7 @@ def plain_answers(targets, folder):
     @cache
     def answers(target: str) -> dict[str, list[dict]]:
         with serve(targets[target], folder / f"plain-{target}.log", "--disable-overlap-schedule") as server:
-            return {name: generate(server, requests) for name, requests in scenarios().items()}
+            return {name: plainly(server, name) for name in scenarios()}
 
     return answers
 

@@ -1,6 +1,7 @@
 """The Triton pieces of a Weaver round equal the plain ones: in Triton's interpreter on the CPU, compiled on a GPU."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from compiled import GXX
 from interpreted import INTERPRETING, run_interpreted
 from row_linear_on_cpu import row_linear_on_cpu
 from sgl_specflow.kernels import row_linear
+from sgl_specflow.kernels.row_linear import MOST_ROWS
 from weavers import random_weaver, weaver_config
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, steps
-from sgl_specflow.drafter.weaver.construct import _Construction
+from sgl_specflow.drafter.weaver.construct import _Construction, _steps
 from sgl_specflow.tree import Expansion
 
 CUDA = torch.cuda.is_available() and not INTERPRETING
@@ -197,7 +199,7 @@ def test_rounds_in_five_launches_a_layer(dtype, monkeypatch):
     from sgl_specflow.drafter.weaver import cuda_steps
 
     if not CUDA:
-        monkeypatch.setattr(cuda_steps, "check", lambda *arguments: None)
+        monkeypatch.setattr(cuda_steps, "refusals", lambda *arguments: [])
         monkeypatch.setattr(cuda_steps, "row_linear", emulated)
     torch.manual_seed(3)
     config = weaver_config()
@@ -215,7 +217,7 @@ def test_rounds_in_five_launches_a_layer(dtype, monkeypatch):
     rounds.append(Expansion(5, whole(50), whole(1), whole(6), whole(5), inside))
 
     def log_probs(weaver, wide):
-        construction = _Construction(weaver, *inputs, scores.to(wide), 10, 1.0)
+        construction = _Construction(weaver, weaver.steps, *inputs, scores.to(wide), 10, 1.0)
         return torch.stack([construction.log_probs(nodes).double() for nodes in rounds])
 
     exact = log_probs(widened(plain), torch.float64)
@@ -236,4 +238,19 @@ def test_a_weaver_that_cannot_be_multiplied_is_refused_by_name():
         FoldedWeaver(config, random_weaver(config), torch.randn(50, 20), torch.randn(50, 24), dtype, "cublas")
 
 
-COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3 + 1 + (GXX is not None)
+def test_few_rows_take_few_launches():
+    """By default, where row_linear serves the Weaver; what is asked for runs for all rows."""
+    from sgl_specflow.drafter.weaver import cuda_steps, steps, triton_steps
+
+    def chosen(implementation, dtype=torch.bfloat16, device="cuda", **changes):
+        return _steps(implementation, weaver_config(**changes), dtype, torch.device(device))
+
+    assert chosen(None) == (triton_steps, cuda_steps)
+    assert chosen(None, torch.float32) == chosen(None, mlp_dim=44) == chosen("triton") == (triton_steps, triton_steps)
+    assert chosen("cuda") == (cuda_steps, cuda_steps)
+    assert chosen(None, device="cpu") == chosen("torch") == (steps, steps)
+    weaver = SimpleNamespace(steps="many", few_row_steps="few")
+    assert [FoldedWeaver.steps_for(weaver, rows) for rows in (1, MOST_ROWS, MOST_ROWS + 1)] == ["few", "few", "many"]
+
+
+COMPILED = len(ATTEND) + len(LOGITS) + 2 + 2 + 3 + 2 + (GXX is not None)

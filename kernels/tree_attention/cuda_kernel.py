@@ -22,7 +22,6 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 LEAST_CAPABILITY = (9, 0)  # clusters
 HEAD_DIMS = (128, 256)
 MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
-SERVED_SPLITS = 1  # MOST_SPLITS once clusters that share a request's keys have run, and were measured, on a GPU
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
 LOG2_E = math.log2(math.e)
 NEEDS = (
@@ -248,9 +247,7 @@ def chosen(
 ) -> Variant:
     """`choose`'s for a device."""
     wgmma, at_a_time = architecture(device) == "sm_90a", functools.partial(clusters_at_a_time, device)
-    return choose(
-        dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, at_a_time, SERVED_SPLITS
-    )
+    return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, at_a_time)
 
 
 def runs_at_once(q: torch.Tensor, k_pool: torch.Tensor, ancestors: torch.Tensor, logit_cap: float = 0.0) -> bool:

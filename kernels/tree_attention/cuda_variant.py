@@ -138,13 +138,12 @@ def choose(
     capped: bool,
     wgmma: bool,
     clusters_at_a_time: Callable[[int], int],
-    most_splits: int = MOST_SPLITS,
 ) -> Variant:
     """The variant of a shape; prefix lengths do not enter, so that a CUDA graph holds.
 
     The largest cluster of which all run at once; where no size does, the one that takes least time, its waves counted.
     Several requests are cut in 2 at least, so that a long one among short ones is not one block's work. Where that
-    leaves much of the device idle, `_split`, into `most_splits` at most.
+    leaves much of the device idle, `_split`, into MOST_SPLITS at most.
     clusters_at_a_time: of a size, how many clusters the device runs together.
     """
     row_groups = 1 if num_nodes * group <= 64 and head_dim == 128 else 2
@@ -166,7 +165,7 @@ def choose(
     (whole,) = at_once(1)
     if clusters * whole.cluster > FULL * clusters_at_a_time(1):
         return whole
-    return _split(whole, [variant for splits in range(2, most_splits + 1) for variant in at_once(splits)], num_nodes)
+    return _split(whole, [variant for splits in range(2, MOST_SPLITS + 1) for variant in at_once(splits)], num_nodes)
 
 
 def _split(whole: Variant, variants: list[Variant], num_nodes: int) -> Variant:

@@ -85,7 +85,7 @@ class TreeVerifier:
                 reqs=batch.reqs, tree=grammar, sampling_info=info, device=logits.device, barrier=grammar_barrier
             )
             if mask is not None:
-                mask.apply(logits)
+                _apply_mask(mask, logits)
         if info.logit_bias is not None:
             logits.add_(info.logit_bias.repeat_interleave(nodes, 0))
         if info.has_custom_logit_processor:
@@ -107,6 +107,15 @@ class TreeVerifier:
             tree.positions(window.committed_length).flatten(),
         )
         return chosen.to(torch.int64).view_as(tree.token)
+
+
+def _apply_mask(mask, logits: torch.Tensor) -> None:
+    """`mask.apply` for rows that lie apart: xgrammar's kernel for CUDA takes the vocabulary's size for the distance of two
+    rows, but where that is no multiple of 64 SGLang cuts the padding off and rows lie further apart."""
+    rows = logits.contiguous()
+    mask.apply(rows)
+    if rows is not logits:
+        logits.copy_(rows)
 
 
 def _rows_of_nodes(info, nodes: int):

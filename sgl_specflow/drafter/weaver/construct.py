@@ -20,6 +20,7 @@ from torch import Tensor
 from sgl_specflow.drafter.weaver import steps
 from sgl_specflow.drafter.weaver.config import WeaverConfig
 from sgl_specflow.drafter.weaver.reference import EPS, norm_with_bias, rotary_table
+from sgl_specflow.kernels.row_linear import MOST_ROWS
 from sgl_specflow.tree import Expansion, TokenTree, build_conditional_tree
 
 TABLE_ROWS = 16384  # vocabulary rows that are projected at once when the tables are made
@@ -33,7 +34,8 @@ class FoldedWeaver:
         embedding: [V, d_embed], the target's. lm_head: [V, d_model], the target's.
         dtype: of the tables, the maps and the arithmetic between them; norms, rotation and scores are in float32 at least.
         implementation: of the pieces of a round, "torch", "triton" or "cuda" (a layer in five launches, in bfloat16 or
-            float16); None: Triton on CUDA tensors.
+            float16); None: on CUDA tensors "cuda" where it serves the Weaver and a round's rows are as few as its
+            products are made for, else Triton.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class FoldedWeaver:
     ):
         self.config = config
         device = embedding.device
-        self.steps = _steps(implementation or ("triton" if embedding.is_cuda else "torch"), config, dtype, device)
+        self.steps, self.few_row_steps = _steps(implementation, config, dtype, device)
         wide = torch.promote_types(dtype, torch.float32)
         tensors = {name: tensor.to(device, wide) for name, tensor in tensors.items()}
         self.wide = wide
@@ -108,8 +110,17 @@ class FoldedWeaver:
             pool_scores: float32 [R, D, P], the head's logits or log-probabilities of them.
             budget, width, rounds, children, max_depth: as in `build_conditional_tree`.
         """
+        steps = self.steps_for(anchor.shape[0] * max(width, proposal_hidden.shape[1] + 1))
         state = _Construction(
-            self, anchor, committed_hidden, proposal_hidden, pool_tokens, pool_scores, width * rounds, temperature
+            self,
+            steps,
+            anchor,
+            committed_hidden,
+            proposal_hidden,
+            pool_tokens,
+            pool_scores,
+            width * rounds,
+            temperature,
         )
         marginals = (pool_scores if temperature == 1 else pool_scores / temperature).log_softmax(-1).float()
         return build_conditional_tree(
@@ -122,8 +133,12 @@ class FoldedWeaver:
             rounds,
             children,
             max_depth,
-            self.steps.tree_builder,
+            steps.tree_builder,
         )
+
+    def steps_for(self, rows: int):
+        """The module whose functions run products of so many rows."""
+        return self.few_row_steps if rows <= MOST_ROWS else self.steps
 
 
 class _Construction:
@@ -136,6 +151,7 @@ class _Construction:
     def __init__(
         self,
         weaver: FoldedWeaver,
+        steps,
         anchor,
         committed_hidden,
         proposal_hidden,
@@ -145,12 +161,12 @@ class _Construction:
         temperature,
     ):
         config, device = weaver.config, anchor.device
-        self.weaver, self.temperature = weaver, temperature
+        self.weaver, self.steps, self.temperature = weaver, steps, temperature
         self.pool_tokens, self.pool_scores = pool_tokens.contiguous(), pool_scores.contiguous()
         requests, self.prefix = anchor.shape[0], proposal_hidden.shape[1] + 1
         places = _whole_eights(self.prefix + slots)
         shape = (config.num_layers, requests, config.num_heads, places, config.head_dim)
-        self.keys, self.values = weaver.steps.unset_places((2, *shape), weaver.dtype, device)
+        self.keys, self.values = steps.unset_places((2, *shape), weaver.dtype, device)
         # Row s: the places that the node in slot s attends to.
         self.visible = torch.empty(requests, slots, places, dtype=torch.bool, device=device)
         self._run_prefix(committed_hidden, proposal_hidden)
@@ -159,14 +175,14 @@ class _Construction:
         weaver = self.weaver
         hidden = torch.cat((committed_hidden[:, None].to(weaver.dtype), proposal_hidden.to(weaver.dtype)), dim=1)
         x = F.linear(_normed(hidden), *weaver.proposal)
-        self._run(weaver.steps.states_of(x), weaver.turn[None, : self.prefix], 0, visible=None)
+        self._run(self.steps.states_of(x), weaver.turn[None, : self.prefix], 0, visible=None)
 
     def log_probs(self, nodes: Expansion) -> Tensor:
         """[R, n, P] for `build_conditional_tree`."""
         weaver = self.weaver
-        *states, turn, visible = weaver.steps.enter(nodes, weaver.token_table, weaver.turn, self.visible, self.prefix)
+        *states, turn, visible = self.steps.enter(nodes, weaver.token_table, weaver.turn, self.visible, self.prefix)
         *_, query = self._run(states, turn, self.prefix + nodes.first_slot, visible)
-        logits = weaver.steps.pool_logits(
+        logits = self.steps.pool_logits(
             query, nodes.depth, self.pool_tokens, self.pool_scores, weaver.query_table, weaver.query_bias
         )
         return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
@@ -178,7 +194,7 @@ class _Construction:
 
         visible: None for the prefix, of which keys and values are all that is wanted.
         """
-        steps, heads = self.weaver.steps, self.weaver.config.num_heads
+        steps, heads = self.steps, self.weaver.config.num_heads
         for layer, block in enumerate(self.weaver.blocks):
             qkv = steps.before_attention(states, block).unflatten(-1, (3, heads, -1))
             mixed = steps.attend(qkv, turn, self.keys[layer], self.values[layer], first, visible)
@@ -192,19 +208,20 @@ def _whole_eights(count: int) -> int:
     return -(-count // 8) * 8
 
 
-def _steps(implementation: str, config: WeaverConfig, dtype: torch.dtype, device: torch.device):
-    if implementation == "torch":
-        return steps
-    if implementation == "triton":
-        from sgl_specflow.drafter.weaver import triton_steps
-
-        return triton_steps
-    if implementation != "cuda":
+def _steps(implementation: str | None, config: WeaverConfig, dtype: torch.dtype, device: torch.device) -> tuple:
+    """The modules for many rows and for few ones."""
+    if implementation not in (None, "torch", "triton", "cuda"):
         raise ValueError(f"implementation is {implementation!r}; give 'torch', 'triton', 'cuda' or None")
-    from sgl_specflow.drafter.weaver import cuda_steps
+    if implementation == "torch" or (implementation is None and device.type != "cuda"):
+        return steps, steps
+    from sgl_specflow.drafter.weaver import cuda_steps, triton_steps
 
-    cuda_steps.check(config, dtype, device)
-    return cuda_steps
+    refused = cuda_steps.refusals(config, dtype, device)
+    if implementation == "cuda" and refused:
+        raise ValueError(f"implementation 'cuda' does not serve this Weaver ({'; '.join(refused)}); give None")
+    many = cuda_steps if implementation == "cuda" else triton_steps
+    few = triton_steps if implementation == "triton" or refused else cuda_steps
+    return many, few
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ __all__ = [
     "after_attention",
     "attend",
     "before_attention",
-    "check",
     "enter",
     "mlp",
     "pool_logits",
+    "refusals",
     "states_of",
     "tree_builder",
     "unset_places",
@@ -33,8 +33,8 @@ __all__ = [
 pool_logits = functools.partial(triton_steps.pool_logits, normed=False)
 
 
-def check(config: WeaverConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError where `row_linear` cannot multiply."""
+def refusals(config: WeaverConfig, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why `row_linear` cannot multiply; empty where it can."""
     wrong = []
     if device.type != "cuda":
         wrong.append(f"tensors are on {device}")
@@ -45,8 +45,7 @@ def check(config: WeaverConfig, dtype: torch.dtype, device: torch.device) -> Non
         for name, size in (("d_rank", config.d_rank), ("mlp_dim", config.mlp_dim))
         if size % 8
     ]
-    if wrong:
-        raise ValueError(f"implementation 'cuda' does not serve this Weaver ({'; '.join(wrong)}); give None")
+    return wrong
 
 
 def states_of(x: Tensor) -> tuple[Tensor]:
