@@ -6,6 +6,7 @@ import sys
 
 COMMANDS = {
     "acceptance": "accept length and tokens a second of draft heads through the server",
+    "draft_tree": "from the draft head's logits to a tree, on a GPU",
     "experts": "distinct experts a pass, and the floor of step inflation that they imply, on a GPU",
     "fp8_linear": "products with FP8 weights against cuBLAS, on a GPU",
     "gdn": "Gated Delta Net tree verify against SGLang's recurrent one, on a GPU",
