@@ -39,7 +39,7 @@ BASE_FLAGS += ["--enable-custom-logit-processor"]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 if torch.cuda.is_available():
     # Small pools and a large share: servers that start beside each other take memory from each other's view.
-    BASE_FLAGS += ["--attention-backend", "triton", "--mem-fraction-static", "0.7", "--max-total-tokens", "20000"]
+    BASE_FLAGS += ["--attention-backend", "triton", "--mem-fraction-static", "0.9", "--max-total-tokens", "20000"]
     BASE_FLAGS += ["--cuda-graph-max-bs-decode", "8"]
     BASE_FLAGS += ["--cuda-graph-backend-prefill", "disabled"]
     ENVIRONMENT |= EXACT_FLOAT32

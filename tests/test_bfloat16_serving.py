@@ -1,6 +1,9 @@
 """Tree servers in bfloat16 with heads of 128 and 256, whose attention on Hopper is the CUDA kernel: its place in the server,
 not its arithmetic (test_tree_attention_cuda.py has that). Greedy answers are plain decoding's but for near ties."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
 import pytest
 import torch
 from served import generate, make_small_head, make_small_target, serve, tree_flags
@@ -38,9 +41,11 @@ def test_answers_in_bfloat16_are_plain_decodings_but_for_near_ties(head_dim, tmp
     # Lengths of one tile and of several; eight at once, and one.
     requests = [greedy(ids, 60) | {"return_logprob": True} for ids in prompts(24, seed=61, longest=300)]
     bfloat16 = ["--dtype", "bfloat16", "--max-total-tokens", "6000"]
-    with serve(target, tmp_path / "plain.log", *bfloat16, "--disable-overlap-schedule") as server:
-        plain = generate(server, requests)
-    with serve(target, tmp_path / "tree.log", *bfloat16, *tree_flags("jetflow", head, 64)) as server:
+    flags = {"plain": ["--disable-overlap-schedule"], "tree": tree_flags("jetflow", head, 64)}
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        started = lambda name: stack.enter_context(serve(target, tmp_path / f"{name}.log", *bfloat16, *flags[name]))
+        plain_server, tree_server = pool.map(started, flags)
+        plain = generate(plain_server, requests)
         for at_once in (8, 1):
-            found = differences(plain, generate(server, requests, at_once))
+            found = differences(plain, generate(tree_server, requests, at_once))
             assert len(found) > 20 * len(plain) and max(found) < MOST and sum(found) / len(found) < MEAN
