@@ -4,8 +4,7 @@
 
 One graph holds a whole construction from pools to tree (prefix, all rounds, layout), for one budget, width, number of
 rounds and batch; a figure is the median replay time. The head's pass, the pools and the verify pass are not in it:
---step-ms BATCH:BUDGET:MS gives a measured step of the server, of which the row then states the share. A row without
-`implementation`, from before there were two, is of Triton.
+--step-ms BATCH:BUDGET:MS gives a measured step of the server, of which the rows of the default width then state the share.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from sgl_specflow.eval.shapes import WEAVER_27B, random_weaver
 from sgl_specflow.eval.timing import microseconds
 
 from sgl_specflow.drafter.weaver import FoldedWeaver, WeaverConfig
-from sgl_specflow.tree import expansion_rounds
+from sgl_specflow.tree import expansion_rounds, expansion_width
 
 VOCABULARY = 248320
 CHILDREN = 16
@@ -73,7 +72,9 @@ def main(arguments: list[str] | None = None) -> None:
         default=["triton", "cuda"],
         help="of a round's pieces, by commas: triton, cuda (both)",
     )
-    parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server")
+    parser.add_argument(
+        "--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server, default width"
+    )
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
     steps = _steps(options.step_ms)
@@ -85,7 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
             inputs = make_inputs(WEAVER_27B, VOCABULARY, batch, "cuda", torch.bfloat16)
             rounds = rounds or expansion_rounds(budget, width)
             build = functools.partial(weaver.build_tree, *inputs, budget, width, rounds, CHILDREN)
-            step, taken = steps.get((batch, budget)), microseconds([build])
+            step = steps.get((batch, budget)) if width == expansion_width(budget) else None
+            taken = microseconds([build])
             row = {"implementation": implementation, "budget": budget, "width": width, "batch": batch, "rounds": rounds}
             row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
             rows.append(row)
