@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="of a round's pieces, by commas: triton, cuda (both)",
     )
     parser.add_argument(
-        "--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a whole step in the server, default width"
+        "--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a server's step, default width"
     )
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
