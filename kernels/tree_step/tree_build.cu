@@ -36,7 +36,7 @@ __device__ constexpr int pairs_of(int nodes, int width) {
     for (int place = 0; place < nodes; ++place) pairs += ranks_of(place, nodes, width);
     return pairs;
 }
-constexpr int TURNS = (pairs_of(KEPT - 1, MOST_WIDTH) + 3 + THREADS - 1) / THREADS;  // 3: zeros behind, to read by fours
+constexpr int TURNS = (pairs_of(KEPT - 1, MOST_WIDTH) + 31 + THREADS - 1) / THREADS;  // 31: zeros behind the last
 constexpr int PAIRS = TURNS * THREADS;
 
 __device__ __forceinline__ unsigned order_of(float score) {
@@ -45,18 +45,21 @@ __device__ __forceinline__ unsigned order_of(float score) {
 }
 __device__ __forceinline__ float score_of(unsigned order) { return -__uint_as_float(0x7f800000u - order); }
 
-// How many of orders[from .. to) are greater; from is a multiple of 4, and behind the last are zeros to the next one.
+// How many of orders[from .. to) are greater, read by 16: zeros lie behind the last.
 __device__ __forceinline__ int greater(const unsigned* orders, int from, int to, unsigned than) {
     int count = 0;
-#pragma unroll 4
-    for (int i = from; i < to; i += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(orders + i);
-        count += (four.x > than) + (four.y > than) + (four.z > than) + (four.w > than);
+#pragma unroll 1
+    for (int i = from; i < to; i += 16) {
+#pragma unroll
+        for (int j = 0; j < 16; j += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(orders + i + j);
+            count += (four.x > than) + (four.y > than) + (four.z > than) + (four.w > than);
+        }
     }
     return count;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) tree_build(const BuildArguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildArguments arguments) {
     DYNAMIC_SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const i64 request = blockIdx.x;
@@ -83,20 +86,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_build(const BuildArgu
     if (most == 0) limit = 0;
 
     const float* given = reinterpret_cast<const float*>(arguments.log_probs) + request * depths * width;
+#pragma unroll 4
     for (int i = thread; i < depths * width; i += THREADS) {
         const float value = given[i];
         log_probs[i] = value > 0.f ? 0.f : value == value ? value : -__uint_as_float(0x7f800000u);
     }
     for (int i = thread; i < 2 * KEPT; i += THREADS) kept_orders[i] = 0;
+#pragma unroll 1
     for (int i = thread; i <= depths; i += THREADS) count[i] = i == 0;
     if (thread == 0) scores[0] = 0.f;
     const int ranks = thread < most ? ranks_of(thread, most, width) : 0;
     if (thread < KEPT) parent_of[thread] = ranks;  // free until the end
+#pragma unroll 1
     for (int i = thread; i < PAIRS; i += THREADS) pair_nodes[i] = (KEPT - 1) << 8;  // no parent has this place
     __syncthreads();
     if (ranks || thread == 0) {
         int before = 0;
+#pragma unroll 4
         for (int i = 0; i < thread; ++i) before += parent_of[i];
+#pragma unroll 1
         for (int rank = 0; rank < ranks; ++rank) pair_nodes[before + rank] = thread << 8 | rank;
         if (parent_of[thread + 1] == 0) *pair_count = before + ranks;
     }
@@ -144,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_build(const BuildArgu
             }
             before += __popc(alive[i]);
         }
-        if (thread < 3) pair_orders[pairs + thread] = 0;
+        if (thread < 31) pair_orders[pairs + thread] = 0;
         __syncthreads();
 
         if (thread < KEPT && orders[thread]) {
@@ -162,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_build(const BuildArgu
             const int block = pair - lane;  // before it, equals come before the pair; behind it, they do not
             int place = greater(pair_orders, 0, block, order - 1) + greater(pair_orders, block + 32, pairs, order);
 #pragma unroll 8
-            for (int i = block; i < min(block + 32, pairs); ++i) place += pair_orders[i] > order - (i < pair);
+            for (int i = 0; i < 32; ++i) place += pair_orders[block + i] > order - (i < lane);
             int above = 0;  // kept nodes; the last of `orders` is always 0
 #pragma unroll
             for (int i = 15; i < KEPT; i += 16) above += orders[i] >= order ? 16 : 0;
@@ -176,8 +184,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_build(const BuildArgu
         }
         __syncthreads();
     }
+#pragma unroll 1
     for (int d = thread; d <= depths + 1; d += THREADS) {
         int before = 0;
+#pragma unroll 1
         for (int e = 0; e < d; ++e) before += count[e];
         first[d] = before;
     }
@@ -213,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_build(const BuildArgu
     unsigned bits[SLOTS];
 #pragma unroll
     for (int word = 0; word < SLOTS; ++word) bits[word] = 0;
+#pragma unroll 1
     for (int at = thread; at >= 0; at = parent_of[at]) {
 #pragma unroll
         for (int word = 0; word < SLOTS; ++word) bits[word] |= at / 32 == word ? 1u << at % 32 : 0u;

@@ -138,7 +138,7 @@ def shared_bytes(budget: int, depths: int, width: int) -> int:
 def _turns(nodes: int) -> int:
     """Pairs of a place and a rank a thread, where `nodes` are kept of `MAX_WIDTH` candidates."""
     pairs = min(nodes, MAX_WIDTH) + sum(min(nodes // (place + 1) - 1, MAX_WIDTH) for place in range(1, nodes))
-    return -(-(pairs + 3) // THREADS)
+    return -(-(pairs + 31) // THREADS)
 
 
 def _stream() -> int:
