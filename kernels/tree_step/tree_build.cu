@@ -45,18 +45,23 @@ __device__ __forceinline__ unsigned order_of(float score) {
 }
 __device__ __forceinline__ float score_of(unsigned order) { return -__uint_as_float(0x7f800000u - order); }
 
-// How many of orders[from .. to) are greater, read by 16: zeros lie behind the last.
+// How many of orders[from .. to) are greater, read by STEP: zeros lie behind the last. As signs of differences: a selection
+// a number would be a chain twice as long.
+template <int STEP>
 __device__ __forceinline__ int greater(const unsigned* orders, int from, int to, unsigned than) {
-    int count = 0;
+    unsigned count[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = from; i < to; i += 16) {
+    for (int i = from; i < to; i += STEP) {
 #pragma unroll
-        for (int j = 0; j < 16; j += 4) {
+        for (int j = 0; j < STEP; j += 4) {
             const uint4 four = *reinterpret_cast<const uint4*>(orders + i + j);
-            count += (four.x > than) + (four.y > than) + (four.z > than) + (four.w > than);
+            count[0] += (than - four.x) >> 31;
+            count[1] += (than - four.y) >> 31;
+            count[2] += (than - four.z) >> 31;
+            count[3] += (than - four.w) >> 31;
         }
     }
-    return count;
+    return count[0] + count[1] + count[2] + count[3];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildArguments arguments) {
@@ -156,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildA
         __syncthreads();
 
         if (thread < KEPT && orders[thread]) {
-            const int at = thread + greater(pair_orders, 0, pairs, orders[thread]);
+            const int at = thread + greater<32>(pair_orders, 0, pairs, orders[thread]);
             if (at < most) {
                 next_orders[at] = orders[thread];
                 next_nodes[at] = nodes[thread];
@@ -165,16 +170,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildA
             }
         }
         // From the last warp on: the first have the kept nodes.
-        for (int pair = thread ^ (THREADS - 32); pair < pairs; pair += THREADS) {
+        for (int block = (WARPS - 1 - warp) * 32; block < pairs; block += THREADS) {
+            const int pair = block + lane;
             const unsigned order = pair_orders[pair];
-            const int block = pair - lane;  // before it, equals come before the pair; behind it, they do not
-            int place = greater(pair_orders, 0, block, order - 1) + greater(pair_orders, block + 32, pairs, order);
-#pragma unroll 8
-            for (int i = 0; i < 32; ++i) place += pair_orders[block + i] > order - (i < lane);
+            // Equals come before the pair if they lie before it: in earlier blocks, or in earlier lanes of its own.
+            const unsigned equals = __match_any_sync(0xffffffffu, order);
+            if (pair >= pairs) break;
             int above = 0;  // kept nodes; the last of `orders` is always 0
 #pragma unroll
             for (int i = 15; i < KEPT; i += 16) above += orders[i] >= order ? 16 : 0;
-            const int at = place + above + greater(orders, above, above + 16, order - 1);
+            above += greater<16>(orders, above, above + 16, order - 1);
+            const int place = greater<32>(pair_orders, 0, block, order - 1) + greater<32>(pair_orders, block, pairs, order) +
+                              __popc(equals & lanes_before);
+            const int at = place + above;
             if (at < most) {
                 next_orders[at] = order;
                 next_nodes[at] = unsigned(depth) << 24 | unsigned(place) << 16 | pair_nodes[pair];
