@@ -38,6 +38,7 @@ __device__ constexpr int pairs_of(int nodes, int width) {
 }
 constexpr int TURNS = (pairs_of(KEPT - 1, MOST_WIDTH) + 31 + THREADS - 1) / THREADS;  // 31: zeros behind the last
 constexpr int PAIRS = TURNS * THREADS;
+constexpr unsigned NO_PAIR = (KEPT - 1) << 8;  // no parent has this place
 
 __device__ __forceinline__ unsigned order_of(float score) {
     const unsigned magnitude = __float_as_uint(score) & 0x7fffffffu;
@@ -64,7 +65,7 @@ __device__ __forceinline__ int greater(const unsigned* orders, int from, int to,
     return count[0] + count[1] + count[2] + count[3];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildArguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildArguments arguments) {
     DYNAMIC_SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const i64 request = blockIdx.x;
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildA
     const int ranks = thread < most ? ranks_of(thread, most, width) : 0;
     if (thread < KEPT) parent_of[thread] = ranks;  // free until the end
 #pragma unroll 1
-    for (int i = thread; i < PAIRS; i += THREADS) pair_nodes[i] = (KEPT - 1) << 8;  // no parent has this place
+    for (int i = thread; i < PAIRS; i += THREADS) pair_nodes[i] = NO_PAIR;
     __syncthreads();
     if (ranks || thread == 0) {
         int before = 0;
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildA
     const int turns = (*pair_count + THREADS - 1) / THREADS;
     unsigned own[TURNS];
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) own[i] = i < turns ? pair_nodes[(warp * turns + i) * 32 + lane] : 0;
+    for (int i = 0; i < TURNS; ++i) own[i] = i < turns ? pair_nodes[(warp * turns + i) * 32 + lane] : NO_PAIR;
 
     const unsigned lanes_before = (1u << lane) - 1;
     int depth = 1;
@@ -135,7 +136,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildA
         int alive_here = 0;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            if (i >= turns) break;
             const int place = own[i] >> 8;
             score[i] = scores[place] + row[own[i] & 255];
             alive[i] = __ballot_sync(0xffffffffu, place < parents && score[i] > least);
@@ -149,7 +149,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_build(const BuildA
         if (pairs == 0) break;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            if (i >= turns) break;
             if (alive[i] >> lane & 1) {
                 const int at = before + __popc(alive[i] & lanes_before);
                 pair_orders[at] = order_of(score[i]);
