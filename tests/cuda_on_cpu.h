@@ -385,6 +385,11 @@ T __shfl_sync(unsigned, T x, int lane) {
     return x;
 }
 template <class T>
+T __shfl_up_sync(unsigned mask, T x, int lanes) {
+    const int lane = on_cpu::running % 32;
+    return __shfl_sync(mask, x, lane < lanes ? lane : lane - lanes);
+}
+template <class T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes) {
     return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
 }

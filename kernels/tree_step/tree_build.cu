@@ -65,6 +65,30 @@ __device__ __forceinline__ int greater(const unsigned* orders, int from, int to,
     return count[0] + count[1] + count[2] + count[3];
 }
 
+struct Sums {
+    int before, all;
+};
+// Of the warps' numbers, which their last lanes have: those of earlier warps, and all. With a barrier; another has to lie
+// between two uses of the same by_warp.
+__device__ __forceinline__ Sums sums_of_warps(int* by_warp, int number) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 31) by_warp[warp] = number;
+    __syncthreads();
+    const int one = lane < WARPS ? by_warp[lane] : 0;
+    return {__reduce_add_sync(0xffffffffu, lane < warp ? one : 0), __reduce_add_sync(0xffffffffu, one)};
+}
+__device__ __forceinline__ Sums sums_of_threads(int* by_warp, int number) {
+    const int lane = threadIdx.x % 32;
+    int until = number;
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, until, apart);
+        until += lane < apart ? 0 : other;
+    }
+    const Sums sums = sums_of_warps(by_warp, until);
+    return {sums.before + until - number, sums.all};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildArguments arguments) {
     DYNAMIC_SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -78,11 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildA
     unsigned short* pair_nodes = reinterpret_cast<unsigned short*>(pair_orders + PAIRS);  // [PAIRS], place << 8 | rank
     float* scores = reinterpret_cast<float*>(pair_nodes + PAIRS);               // of the last depth's nodes, [KEPT]
     int* parent_of = reinterpret_cast<int*>(scores + KEPT);                     // by node, [KEPT]
-    int* found = parent_of + KEPT;                                              // by warp, [WARPS]
-    int* count = found + WARPS;                                                 // nodes of each depth, [depths + 1]
-    int* first = count + depths + 1;                                            // first node of each depth, [depths + 2]
-    int* pair_count = first + depths + 2;
-    float* log_probs = reinterpret_cast<float*>(pair_count + 1);                // [depths * width]
+    int* by_warp = parent_of + KEPT;                                            // [2, WARPS]
+    int* count = by_warp + 2 * WARPS;                                           // nodes of each depth, [depths + 1]
+    int* first = count + depths + 1;                                            // first node of each depth, [depths + 1]
+    float* log_probs = reinterpret_cast<float*>(first + depths + 1);            // [depths * width]
 
     const i64 root = reinterpret_cast<const i64*>(arguments.root)[request];
     const i64 committed = arguments.committed ? reinterpret_cast<const i64*>(arguments.committed)[request] : 0;
@@ -102,23 +125,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildA
     for (int i = thread; i <= depths; i += THREADS) count[i] = i == 0;
     if (thread == 0) scores[0] = 0.f;
     const int ranks = thread < most ? ranks_of(thread, most, width) : 0;
-    if (thread < KEPT) parent_of[thread] = ranks;  // free until the end
+    const Sums pairs_before = sums_of_threads(by_warp, ranks);
 #pragma unroll 1
-    for (int i = thread; i < PAIRS; i += THREADS) pair_nodes[i] = NO_PAIR;
+    for (int rank = 0; rank < ranks; ++rank) pair_nodes[pairs_before.before + rank] = thread << 8 | rank;
     __syncthreads();
-    if (ranks || thread == 0) {
-        int before = 0;
-#pragma unroll 4
-        for (int i = 0; i < thread; ++i) before += parent_of[i];
-#pragma unroll 1
-        for (int rank = 0; rank < ranks; ++rank) pair_nodes[before + rank] = thread << 8 | rank;
-        if (parent_of[thread + 1] == 0) *pair_count = before + ranks;
-    }
-    __syncthreads();
-    const int turns = (*pair_count + THREADS - 1) / THREADS;
+    const int all_pairs = pairs_before.all, turns = (all_pairs + THREADS - 1) / THREADS;
     unsigned own[TURNS];
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) own[i] = i < turns ? pair_nodes[(warp * turns + i) * 32 + lane] : NO_PAIR;
+    for (int i = 0; i < TURNS; ++i) {
+        const int pair = (warp * turns + i) * 32 + lane;
+        own[i] = i < turns && pair < all_pairs ? pair_nodes[pair] : NO_PAIR;
+    }
 
     const unsigned lanes_before = (1u << lane) - 1;
     int depth = 1;
@@ -141,11 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildA
             alive[i] = __ballot_sync(0xffffffffu, place < parents && score[i] > least);
             alive_here += __popc(alive[i]);
         }
-        if (lane == 0) found[warp] = alive_here;
-        __syncthreads();
-        const int by_warp = lane < WARPS ? found[lane] : 0;
-        const int pairs = __reduce_add_sync(0xffffffffu, by_warp);
-        int before = __reduce_add_sync(0xffffffffu, lane < warp ? by_warp : 0);
+        const Sums alive_pairs = sums_of_warps(by_warp, alive_here);
+        const int pairs = alive_pairs.all;
+        int before = alive_pairs.before;
         if (pairs == 0) break;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
@@ -191,13 +206,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildA
         }
         __syncthreads();
     }
-#pragma unroll 1
-    for (int d = thread; d <= depths + 1; d += THREADS) {
-        int before = 0;
-#pragma unroll 1
-        for (int e = 0; e < d; ++e) before += count[e];
-        first[d] = before;
-    }
+    const Sums nodes_before = sums_of_threads(by_warp + WARPS, thread <= depths ? count[thread] : 0);
+    if (thread <= depths) first[thread] = nodes_before.before;
+    const int node_count = nodes_before.all;
     __syncthreads();
 
     const i64* candidates = reinterpret_cast<const i64*>(arguments.tokens) + request * depths * width;
@@ -206,7 +217,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildA
     i64* depth_of = reinterpret_cast<i64*>(arguments.depth) + request * budget;
     unsigned* ancestors = reinterpret_cast<unsigned*>(arguments.ancestors) + request * budget * SLOTS;
     i64* position = reinterpret_cast<i64*>(arguments.position) + request * budget;
-    const int node_count = first[depths + 1];
 
     if (thread < budget) {
         int node = thread, above = -1, at = 0;

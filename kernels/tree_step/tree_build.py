@@ -132,7 +132,7 @@ def build_arguments(root_token, log_probs, tokens, budget, max_depth, out, commi
 def shared_bytes(budget: int, depths: int, width: int) -> int:
     """What one block needs; the source's layout."""
     kept = WORD_BITS * -(-budget // WORD_BITS)
-    return 4 * (6 * kept + THREADS // WORD_BITS + 2 * depths + 4 + depths * width) + 6 * THREADS * _turns(kept - 1)
+    return 4 * (6 * kept + THREADS // 16 + 2 * depths + 2 + depths * width) + 6 * THREADS * _turns(kept - 1)
 
 
 def _turns(nodes: int) -> int:
