@@ -3,8 +3,8 @@
 //
 // The N = budget - 1 best nodes of the depths so far are kept in their order: higher score, smaller depth, earlier parent,
 // smaller rank. What is not among them never is, nor is what descends from it. A depth's nodes are pairs of a place (a kept
-// parent's, in its depth) and a rank. Before pair (i, r) come parents 0 to i and the pairs of (i + 1)(r + 1) smaller or equal
-// indices, so that only pairs with (i + 1)(r + 2) <= N can be kept: each thread has a few of them, for all depths. A depth:
+// parent's, in its depth) and a rank. Pair (i, r) is the last of its parents 0 to i and of the pairs up to i and up to r,
+// so that only pairs with (i + 1)(r + 2) <= N can be kept: each thread has a few of them, for all depths. A depth:
 //   1. Pairs that score above the last kept node are listed in tie order (ballots, then the warps' counts).
 //   2. Places by counting: a pair's in its depth and among the kept nodes, and a kept node's among the pairs. Both move
 //      to where they belong in the other of two arrays.
@@ -46,8 +46,8 @@ __device__ __forceinline__ unsigned order_of(float score) {
 }
 __device__ __forceinline__ float score_of(unsigned order) { return -__uint_as_float(0x7f800000u - order); }
 
-// How many of orders[from .. to) are greater, read by STEP: zeros lie behind the last. As signs of differences: a selection
-// a number would be a chain twice as long.
+// How many of orders[from .. to) are greater, read by STEP: zeros lie behind the last. As signs of differences: the compiler
+// makes of comparisons a chain of twice as many instructions.
 template <int STEP>
 __device__ __forceinline__ int greater(const unsigned* orders, int from, int to, unsigned than) {
     unsigned count[4] = {0, 0, 0, 0};
