@@ -89,6 +89,7 @@ __device__ __forceinline__ Sums sums_of_threads(int* by_warp, int number) {
     return {sums.before + until - number, sums.all};
 }
 
+// 4 blocks an SM: the windows of a conditional drafter are many requests.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_build(const BuildArguments arguments) {
     DYNAMIC_SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
