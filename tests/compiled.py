@@ -1,13 +1,17 @@
 """CUDA sources compiled for tests: by g++ against cuda_on_cpu.h, to run on the CPU, and by nvcc, as the GPU gets them."""
 
 import ctypes
+import faulthandler
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from sgl_specflow.kernels import nvrtc
 
 TESTS = Path(__file__).resolve().parent
@@ -46,6 +50,23 @@ def need_nvrtc() -> None:
 def assert_no_spills(report: str, kernels: int = 1) -> None:
     """All of the `kernels` in compile_for_gpu's report keep their numbers in registers."""
     assert report.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, report
+
+
+def ends_well(run, seconds: int = 60) -> bool:
+    """Whether `run` ends, in a process of its own and within `seconds`, with no AssertionError and no abort of the CPU
+    runner."""
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)  # The others do not live through a fork: work for them would wait for ever.
+            faulthandler.disable()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python would wait for the CPU runner's end
+            signal.alarm(seconds)
+            run()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def _given(defines: Mapping[str, object]) -> list[str]:

@@ -307,6 +307,12 @@ inline void ballot(unsigned (*in)[12], unsigned (*out)[4]) {
     for (int lane = 0; lane < 32; ++lane) bits |= (in[lane][0] ? 1u : 0u) << lane;
     for (int lane = 0; lane < 32; ++lane) out[lane][0] = bits;
 }
+inline void match(unsigned (*in)[12], unsigned (*out)[4]) {
+    for (int lane = 0; lane < 32; ++lane) {
+        out[lane][0] = 0;
+        for (int other = 0; other < 32; ++other) out[lane][0] |= (in[other][0] == in[lane][0] ? 1u : 0u) << other;
+    }
+}
 inline void greatest(unsigned (*in)[12], unsigned (*out)[4]) {
     unsigned most = 0;
     for (int lane = 0; lane < 32; ++lane) most = in[lane][0] > most ? in[lane][0] : most;
@@ -379,11 +385,17 @@ T __shfl_sync(unsigned, T x, int lane) {
     return x;
 }
 template <class T>
+T __shfl_up_sync(unsigned mask, T x, int lanes) {
+    const int lane = on_cpu::running % 32;
+    return __shfl_sync(mask, x, lane < lanes ? lane : lane - lanes);
+}
+template <class T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes) {
     return __shfl_sync(mask, x, on_cpu::running % 32 ^ lanes);
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { return on_cpu::meet(on_cpu::greatest, {x})[0]; }
 inline int __reduce_add_sync(unsigned, int x) { return int(on_cpu::meet(on_cpu::total, {unsigned(x)})[0]); }
+inline unsigned __match_any_sync(unsigned, unsigned x) { return on_cpu::meet(on_cpu::match, {x})[0]; }
 inline unsigned __ballot_sync(unsigned, int x) { return on_cpu::meet(on_cpu::ballot, {unsigned(x)})[0]; }
 
 template <size_t BYTES>

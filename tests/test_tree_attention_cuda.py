@@ -1,16 +1,13 @@
 """tree_attention.cu against float64: on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one."""
 
 import dataclasses
-import faulthandler
-import os
 import random
-import signal
 
 import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
 from attention_on_cpu import Scratch, attention_on_cpu, build
-from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, need_nvrtc
+from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, ends_well, need_nvrtc
 from sgl_specflow.eval.tree_attention import splits_and_cluster, variants_of
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
@@ -194,22 +191,6 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
     ),
 }
 BROKEN_BY_MMA = ("a turn too early", "a stage too early", "a slot of another key")  # where all warps copy
-
-
-def ends_well(run) -> bool:
-    """Whether `run` ends, in a process of its own and within a minute, with no AssertionError and no abort of the CPU
-    runner."""
-    child = os.fork()
-    if not child:
-        try:
-            torch.set_num_threads(1)  # The others do not live through a fork: work for them would wait for ever.
-            faulthandler.disable()
-            signal.alarm(60)
-            run()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
 
 
 @on_cpu

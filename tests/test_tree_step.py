@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from compiled import GXX, NVCC, assert_no_spills, build_for_cpu, compile_for_gpu
+from compiled import GXX, NVCC, assert_no_spills, build_for_cpu, compile_for_gpu, ends_well
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import INTERPRETING, run_interpreted
@@ -54,11 +54,52 @@ BUILD_CASES = [
     ("faulty", 6, 5, 5, 17, True),
     ("smooth", 4, 15, 2, 2, False),
     ("smooth", 4, 15, 1, 16, True),
+    ("smooth", 5, 15, 16, 1, True),
+    ("flat", 2, 15, 16, 256, False),
+    ("flat", 2, 15, 16, 64, False),
+    ("equal", 2, 15, 16, 256, False),
+    ("equal", 2, 3, 256, 256, False),
+    ("zero", 2, 4, 3, 256, False),
+    ("chain", 17, 15, 16, 256, True),
+    ("chain", 2, 15, 16, 64, False),
+    ("chain", 2, 15, 256, 256, False),
+    ("chain", 2, 255, 4, 256, False),
+    ("chain", 1, 255, 1, 256, False),
+    ("crowded", 2, 15, 16, 256, False),
+    ("crowded", 2, 6, 256, 256, False),
+    ("crowded", 2, 15, 16, 128, False),
+    ("tied", 2, 255, 8, 256, False),
+    ("tied", 2, 15, 256, 256, True),
+    ("faulty", 8, 15, 16, 256, True),
+    ("few", 3, 15, 16, 256, False),
 ]
 
 
+def shaped(kind, requests, depths, width, seed):
+    """Log-probabilities [R, D, K] that make trees of one shape; None for a kind of `marginals`."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(requests, depths, width, generator=generator)
+    if kind == "flat":
+        return -7 - 1e-4 * noise
+    if kind == "equal":
+        return torch.full_like(noise, -1.5)
+    if kind == "zero":
+        return torch.where(noise < 0.5, 0.0, -0.0)
+    if kind == "chain":  # the first candidate is nearly certain
+        log_probs = -4 - 6 * noise
+        log_probs[:, :, 0] = -1e-3 * noise[:, :, 0]
+        return log_probs
+    if kind == "crowded":  # more than distributions allow: nearly every pair of a depth counts
+        return -1e-3 * noise
+    if kind == "few":
+        return torch.where(noise < 0.85, -torch.inf, -noise)
+    return None
+
+
 def build_inputs(kind, requests, depths, width, budget, limited, seed=0):
-    log_probs, tokens = marginals(kind, requests, depths, width, seed)
+    special = shaped(kind, requests, depths, width, seed)
+    log_probs, tokens = marginals("smooth" if special is not None else kind, requests, depths, width, seed)
+    log_probs = log_probs if special is None else special
     # The kernel takes what best_tokens gives: sorted candidates, here NaN and +inf as build_tree counts them.
     clean = log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf)
     order = clean.clamp(max=0.0).sort(dim=2, descending=True, stable=True).indices
@@ -77,14 +118,15 @@ def build_library(slots: int) -> ctypes.CDLL:
     return build_for_cpu("tree_build_on_cpu.cpp", tree_build_module.SOURCE.parent, {"SLOTS": slots})
 
 
-def build_on_cpu(root, log_probs, tokens, budget, limits, committed=None):
+def build_on_cpu(root, log_probs, tokens, budget, limits, committed=None, library=None):
     tree = empty_tree(len(root), budget, torch.device("cpu"))
     for field in fields(TokenTree):
         getattr(tree, field.name).fill_(-77)
     positions = None if committed is None else torch.empty_like(tree.depth)
     arguments = tree_build_module.build_arguments(root, log_probs, tokens, budget, limits, tree, committed, positions)
     shared = tree_build_module.shared_bytes(budget, *log_probs.shape[1:])
-    build_library(tree.ancestors.shape[2]).build_on_cpu(ctypes.byref(arguments), ctypes.c_size_t(shared), len(root))
+    library = library or build_library(tree.ancestors.shape[2])
+    library.build_on_cpu(ctypes.byref(arguments), ctypes.c_size_t(shared), len(root))
     return tree, positions
 
 
@@ -103,13 +145,13 @@ def test_the_cuda_source_builds_the_same_tree(case):
 
 @parent_process
 @pytest.mark.skipif(GXX is None, reason="g++ is missing")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from(["smooth", "tied", "faulty"]),
+    st.sampled_from(["smooth", "tied", "faulty", "flat", "chain", "crowded", "few"]),
     st.integers(1, 3),
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.integers(2, 64),
+    st.integers(1, 17),
+    st.integers(1, 17),
+    st.integers(1, 256),
     st.booleans(),
     st.integers(0, 2**20),
 )
@@ -118,9 +160,64 @@ def test_the_cuda_source_builds_any_tree(kind, requests, depths, width, budget, 
     assert_same_tree(build_on_cpu(*inputs)[0], build_tree(*inputs))
 
 
+BROKEN_BUILDS = {  # what becomes of the source, and the case that shows it
+    "equals as if they came behind": ("0, block, order - 1)", "0, block, order)", ("equal", 2, 3, 16, 256, False)),
+    "equals of a block in any order": ("equals & lanes_before", "0", ("tied", 2, 4, 4, 32, False)),
+    "equals before kept nodes": ("above + 16, order - 1)", "above + 16, order)", ("tied", 2, 4, 4, 32, False)),
+    "one rank too few": ("nodes / (place + 1) - 1", "nodes / (place + 1) - 2", ("smooth", 2, 4, 16, 256, False)),
+    "a first rank too few": ("place == 0 ? nodes :", "place == 0 ? nodes - 1 :", ("flat", 1, 1, 40, 32, False)),
+    "nodes that stay counted": (
+        "(nodes[thread] >> 24), -1)",
+        "(nodes[thread] >> 24), 0)",
+        ("chain", 2, 9, 9, 32, False),
+    ),
+    "one array for kept nodes": ("kept_orders + depth % 2 * KEPT", "(unsigned*)orders", ("chain", 2, 9, 9, 64, False)),
+    "no zeros behind the pairs": (
+        "if (thread < 31) pair_orders",
+        "if (thread < 0) pair_orders",
+        ("chain", 2, 9, 9, 32, False),
+    ),
+    "no barrier behind the list": (
+        "if (thread < 31) pair_orders[pairs + thread] = 0;\n        __syncthreads();",
+        "if (thread < 31) pair_orders[pairs + thread] = 0;",
+        ("chain", 2, 9, 9, 64, False),
+    ),
+    "no barrier behind a depth": (
+        "            }\n        }\n        __syncthreads();\n    }",
+        "            }\n        }\n    }",
+        ("chain", 2, 9, 9, 64, False),
+    ),
+    "one array for all sums": (
+        "sums_of_threads(by_warp + WARPS",
+        "sums_of_threads(by_warp",
+        ("equal", 2, 9, 4, 64, False),
+    ),
+}
+
+
+@parent_process
+@pytest.mark.skipif(GXX is None, reason="g++ is missing")
+@pytest.mark.parametrize("name", BROKEN_BUILDS)
+def test_a_broken_tree_building_is_found(name, tmp_path):
+    old, new, case = BROKEN_BUILDS[name]
+    text = tree_build_module.SOURCE.read_text()
+    assert text.count(old) == 1
+    (tmp_path / "tree_build.cu").write_text(text.replace(old, new))
+    inputs = build_inputs(*case)
+    expected = build_tree(*inputs)
+    slots = -(-inputs[3] // 32)
+    broken = build_for_cpu("tree_build_on_cpu.cpp", tmp_path, {"SLOTS": slots})
+
+    def builds(library):
+        assert_same_tree(build_on_cpu(*inputs, library=library)[0], expected)
+
+    builds(build_library(slots))
+    assert not ends_well(lambda: builds(broken), seconds=5)
+
+
 @parent_process
 @pytest.mark.skipif(NVCC is None, reason="nvcc is missing")
-@pytest.mark.parametrize("target, slots", [("sm_80", 8), ("sm_90a", 2), ("sm_100a", 8)])
+@pytest.mark.parametrize("target, slots", [("sm_80", 8), ("sm_90a", 1), ("sm_90a", 2), ("sm_90a", 8), ("sm_100a", 8)])
 def test_tree_building_compiles(target, slots, tmp_path):
     source, cubin = tree_build_module.SOURCE, tmp_path / "kernel.cubin"
     assert_no_spills(compile_for_gpu(source, {"SLOTS": slots}, target, cubin))

@@ -5,6 +5,6 @@
 extern "C" void build_on_cpu(const BuildArguments* arguments, size_t shared_bytes, int requests) {
     for (int x = 0; x < requests; ++x) {
         blockIdx = {x, 0, 0};
-        on_cpu::run_block(32 * SLOTS, shared_bytes, x % 2, [&] { tree_build(*arguments); });
+        on_cpu::run_block(THREADS, shared_bytes, x % 2, [&] { tree_build(*arguments); });
     }
 }

@@ -12,6 +12,7 @@ from sgl_specflow.tree.token_tree import WORD_BITS
 
 SOURCE = Path(__file__).with_name("tree_build.cu")
 MAX_BUDGET, MAX_WIDTH, MAX_DEPTH = 256, 256, 255
+THREADS = 256  # of a block
 _SHARED_BYTES = 48 << 10
 
 
@@ -76,13 +77,13 @@ def tree_from_marginals(
     with torch.cuda.device(device):
         slots = out.ancestors.shape[2]
         _load(slots, device).launch(
-            "tree_build", (requests, 1, 1), WORD_BITS * slots, shared_bytes(budget, depths, width), _stream(), arguments
+            "tree_build", (requests, 1, 1), THREADS, shared_bytes(budget, depths, width), _stream(), arguments
         )
     return out
 
 
 def _kernel_serves(log_probs: torch.Tensor, budget: int) -> bool:
-    """CUDA of compute capability 8 on (warp-wide maxima), and candidates that fit into a block's shared memory."""
+    """CUDA of compute capability 8 on (warp-wide sums), and candidates that fit into a block's shared memory."""
     if log_probs.device.type != "cuda" or shared_bytes(budget, *log_probs.shape[1:]) > _SHARED_BYTES:
         return False
     return torch.cuda.get_device_capability(log_probs.device)[0] >= 8
@@ -130,7 +131,14 @@ def build_arguments(root_token, log_probs, tokens, budget, max_depth, out, commi
 
 def shared_bytes(budget: int, depths: int, width: int) -> int:
     """What one block needs; the source's layout."""
-    return 4 * (depths * width + 3 * budget + 2 * depths + 4)
+    kept = WORD_BITS * -(-budget // WORD_BITS)
+    return 4 * (6 * kept + THREADS // 16 + 2 * depths + 2 + depths * width) + 6 * THREADS * _turns(kept - 1)
+
+
+def _turns(nodes: int) -> int:
+    """Pairs of a place and a rank a thread, where `nodes` are kept of `MAX_WIDTH` candidates."""
+    pairs = min(nodes, MAX_WIDTH) + sum(min(nodes // (place + 1) - 1, MAX_WIDTH) for place in range(1, nodes))
+    return -(-(pairs + 31) // THREADS)
 
 
 def _stream() -> int:
