@@ -72,9 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         default=["triton", "cuda"],
         help="of a round's pieces, by commas: triton, cuda (both)",
     )
-    parser.add_argument(
-        "--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a server's step, default width"
-    )
+    parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a server's step, default width")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
     steps = _steps(options.step_ms)
