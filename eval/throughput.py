@@ -150,14 +150,16 @@ def main(arguments: list[str] | None = None) -> int:
         for server in servers.values():
             for batch in options.batches:
                 one_round(server, jobs[:batch], batch)  # warm
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         for number in range(options.rounds):
             for (drafter, budget, batch), tally in tallies.items():
                 tally.add_round(one_round(servers[drafter, budget], jobs, batch))
                 name = f"{drafter} budget {budget} batch {batch}"
                 print(f"round {number + 1}: {name}: {tally.rounds[-1]:.1f} tokens/s", flush=True)
-    rows = [row(*key, options.dataset, tally, tallies["plain", None, key[2]]) for key, tally in tallies.items()]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            # After each round: stopping the servers takes a while, and later rounds may not end.
+            plain = {key[2]: tally for key, tally in tallies.items() if key[0] == "plain"}
+            rows = [row(*key, options.dataset, tally, plain[key[2]]) for key, tally in tallies.items()]
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     for line in rows:
         print(
             f"{line['drafter']:10} budget {line['budget']} batch {line['batch']}: {line['tokens_per_second']:.1f} "

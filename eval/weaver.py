@@ -78,6 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     steps = _steps(options.step_ms)
     shapes = list(itertools.product(options.batches, options.budgets, options.widths, options.rounds or [None]))
     rows = []
+    meta = describe(options.commit) | {"config": WEAVER_27B.to_dict(), "vocabulary": VOCABULARY, "children": CHILDREN}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for implementation in options.implementations:
         weaver = make_weaver(WEAVER_27B, VOCABULARY, "cuda", torch.bfloat16, implementation)
         for batch, budget, width, rounds in shapes:
@@ -90,9 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
             row |= {"construct_us": taken, "step_ms": step, "share": taken / 1000 / step if step else None}
             rows.append(row)
             print(json.dumps(row), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    meta = describe(options.commit) | {"config": WEAVER_27B.to_dict(), "vocabulary": VOCABULARY, "children": CHILDREN}
-    options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
