@@ -137,6 +137,9 @@ def test_step_inflation_is_charted_by_model_and_point():
     # Plain decoding has no budget; where it failed, a tree's row has no inflation.
     rows = [row, row | {"budget": None}, row | {"budget": 64, "inflation": None}, row | {"context": 128}]
     del rows[1]["inflation"]
+    rows += [
+        {"model": "one-budget", "budget": budget, "batch": 1, "context": 128, "inflation": 4.0} for budget in (64, None)
+    ]
     (chart,) = plots.step_inflation_charts(rows).values()
     assert chart.series == {"batch 1, context 4096": [(16, 1.1)], "batch 1, context 128": [(16, 1.1)]}
 
