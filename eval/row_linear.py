@@ -1,6 +1,6 @@
 """Time the variants of row_linear on a Weaver layer's products, Qwen3.6-27B shapes, on one GPU.
 
-    python -m sgl_specflow.eval row_linear --out eval/results/row_linear_variants.json
+    python -m sgl_specflow.eval row_linear --out eval/results/row_linear_h200.json
 
 One CUDA graph holds a call for each of several weights, which together exceed the L2 cache; `us` is the median replay time
 over the number of calls. The calls follow each other, so a dependent one overlaps with the one before it, as all of a layer
