@@ -1,6 +1,6 @@
 """Where greedy tree decoding in bfloat16 leaves plain decoding, and by what gap of the logits: near ties and no more.
 
-    python -m sgl_specflow.eval near_ties --model-path FOLDER --data ../shared/data --out eval/results/near_ties_smollm2_h200.json
+    python -m sgl_specflow.eval near_ties --model-path FOLDER --data DATA --out eval/results/near_ties_smollm2_h200.json
 
 In float32 the two agree token for token (eval lossless). In bfloat16 the same sum taken in another order (another batch
 size, another number of query rows) rounds otherwise, and where two logits lie closer than that, the greedy choice may
