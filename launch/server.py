@@ -21,6 +21,7 @@ import psutil
 
 _GRACE_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
+_PORT_TAKEN, _PORT_RETRIES = "EADDRINUSE", 2
 
 
 class ServerError(RuntimeError):
@@ -75,9 +76,19 @@ def start(
         environment: variables on top of this process's.
         timeout: seconds until it must answer.
     Raises:
-        ServerError: it ended or did not answer in time; nothing of it is left running.
+        ServerError: it ended or did not answer in time; nothing of it is left running. One that ended because a port was
+            taken (SGLang chooses some that another server may take before it listens) is started again, twice.
     """
-    log = Path(log)
+    for _ in range(_PORT_RETRIES):
+        try:
+            return _start_once(arguments, Path(log), environment, timeout)
+        except ServerError as error:
+            if _PORT_TAKEN not in str(error):
+                raise
+    return _start_once(arguments, Path(log), environment, timeout)
+
+
+def _start_once(arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None, timeout: float) -> Server:
     log.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--host", "127.0.0.1", "--port", str(port)]

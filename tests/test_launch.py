@@ -422,6 +422,22 @@ def test_a_server_with_bad_flags_fails_with_the_end_of_its_log(tmp_path):
     assert not processes_with(marker)
 
 
+@pytest.mark.parametrize("message, taken, starts", [("EADDRINUSE", 2, 3), ("EADDRINUSE", 9, 3), ("no memory", 9, 1)])
+def test_a_server_whose_port_was_taken_is_started_again(tmp_path, stand_in, message, taken, starts):
+    """The first `taken` of them end with the message; `starts` there are."""
+    launcher, count = Path(stand_in["PYTHONPATH"]) / "sglang" / "launch_server.py", tmp_path / "starts"
+    launcher.write_text(
+        f"with open({str(count)!r}, 'a+') as file: file.write('x'); file.seek(0); begun = len(file.read())\n"
+        f"if begun <= {taken}: raise SystemExit('[Errno 98] {message}: cannot listen')\n" + launcher.read_text()
+    )
+    if starts > taken:
+        start([], log=tmp_path / "log", environment=stand_in, timeout=20).stop()
+    else:
+        with pytest.raises(ServerError, match=message):
+            start([], log=tmp_path / "log", environment=stand_in, timeout=20)
+    assert count.read_text() == starts * "x"
+
+
 # ---- environment.sh
 
 
