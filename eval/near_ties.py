@@ -180,18 +180,18 @@ def main(arguments: list[str] | None = None) -> int:
             raise RuntimeError(f"the server of {key} reports no verify step for a prompt: it did not speculate")
         return answers
 
-    with ThreadPoolExecutor(options.parallel) as pool:
-        decoded = dict(zip(servers, pool.map(decode, servers)))
-    exact, plain, rows = ExactLogits(options.model_path), decoded["plain", None], []
-    for (algorithm, budget), by_batch in decoded.items():
-        for batch, answers in by_batch.items():
-            against = options.batches[0] if algorithm == "plain" else batch
-            if (algorithm, batch) == ("plain", against):
-                continue
-            row = {"algorithm": algorithm, "budget": budget, "batch": batch, "plain_batch": against}
-            rows.append(row | compare(plain[against], answers, exact))
     meta = describe(options.commit) | {"dtype": "bfloat16", "allowed_units": LARGEST_UNITS}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    exact, plain, rows = ExactLogits(options.model_path), {}, []
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for (algorithm, budget), by_batch in zip(servers, pool.map(decode, servers)):
+            plain = plain or by_batch  # plain decoding's are the first
+            for batch, answers in by_batch.items():
+                against = options.batches[0] if algorithm == "plain" else batch
+                if (algorithm, batch) == ("plain", against):
+                    continue
+                row = {"algorithm": algorithm, "budget": budget, "batch": batch, "plain_batch": against}
+                rows.append(row | compare(plain[against], answers, exact))
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     print(summary(rows))
     return 1 if unexplained(rows) else 0
