@@ -4,6 +4,8 @@ lengths from `sgl_specflow.training evaluate` and `ablate`."""
 import importlib
 import sys
 
+from sgl_specflow.launch.server import end_servers_on_sigterm
+
 COMMANDS = {
     "acceptance": "accept length and tokens a second of draft heads through the server",
     "draft_tree": "from the draft head's logits to a tree, on a GPU",
@@ -28,7 +30,12 @@ def main() -> int:
         for name, purpose in COMMANDS.items():
             print(f"  {name:16} {purpose}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"sgl_specflow.eval.{sys.argv[1]}").main(sys.argv[2:]) or 0
+    end_servers_on_sigterm()
+    try:
+        return importlib.import_module(f"sgl_specflow.eval.{sys.argv[1]}").main(sys.argv[2:]) or 0
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

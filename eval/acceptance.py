@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import numbers, result_file
 from sgl_specflow.eval.heads import HEADS, SHIPPED, tree_server
 from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.merge import merge
@@ -89,10 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval acceptance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=result_file, required=True)
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS, help="NAME=ALGORITHM:HEAD[:WEAVER]")
     parser.add_argument("--budgets", type=numbers, default=[16, 32, 64, 128, 256])
     parser.add_argument("--datasets", type=lambda text: text.split(","), default=list(DATASETS))

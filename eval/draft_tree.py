@@ -11,9 +11,9 @@ figures are median replay times.
 import argparse
 import functools
 import json
-from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import need_gpu, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.tree_step import best_tokens, tree_from_marginals
@@ -60,13 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval draft_tree", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file to write")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
+    need_gpu(parser)
     rows = []
     for kind in KINDS:
         for requests in options.requests:

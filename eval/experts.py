@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import need_gpu
 from sgl_specflow.eval.inflation import (
     add_server_arguments,
     groups,
@@ -106,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "num_experts" not in target:
         with_experts = [name for name in MODELS if "num_experts" in MODELS[name].target]
         parser.error(f"{options.model} has no experts; give {', '.join(with_experts)}")
+    need_gpu(parser)
 
     points = points_of(options.points)
     folder = Path(tempfile.mkdtemp(prefix="experts_"))

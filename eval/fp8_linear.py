@@ -19,9 +19,9 @@ import argparse
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import need_gpu, numbers, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels import fp8_linear_cuda
@@ -175,15 +175,16 @@ def print_row(row: dict, columns: tuple[str, ...] = COLUMNS) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="rows of activations, by commas (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval fp8_linear", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file to write")
+    parser.add_argument("--rows", type=numbers, default=list(ROWS), help="rows of activations, by commas (%(default)s)")
     parser.add_argument("--sweep", action="store_true", help="time the variants of our kernel against each other")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)
-    row_counts = tuple(int(rows) for rows in arguments.rows.split(","))
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
+    row_counts = tuple(arguments.rows)
+    need_gpu(parser)
     meta, figures = describe(arguments.commit), []
     if arguments.sweep:
         compile_all(row_counts, architecture(0))

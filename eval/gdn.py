@@ -13,9 +13,9 @@ import functools
 import json
 import random
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import need_gpu, numbers, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash, gdn_tree_flush, gdn_tree_verify
@@ -293,27 +293,43 @@ def print_row(row: dict) -> None:
     print(" ".join(f"{cell(row.get(name)):>{len(name)}}" for name in COLUMNS), flush=True)
 
 
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    """(requests, nodes) of each of '1x64,4x128'."""
+    shapes = [tuple(numbers(shape.replace("x", ","))) for shape in text.split(",")]
+    if any(len(shape) != 2 for shape in shapes):
+        raise argparse.ArgumentTypeError(f"{text!r} was given; give requests x nodes, by commas, as 1x64,4x128")
+    return shapes
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval gdn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file to write")
     parser.add_argument("--only-ours", action="store_true", help="skip SGLang's kernel (where sglang is missing)")
-    parser.add_argument("--heads", default="16,48,128", help="key heads, value heads, dimension (default: Qwen3.6-27B)")
+    parser.add_argument(
+        "--heads", type=numbers, default=[16, 48, 128], help="key heads, value heads, dimension (default: Qwen3.6-27B)"
+    )
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--shapes", help="requests x nodes, such as 1x64,4x128 (default: a grid)")
+    parser.add_argument(
+        "--shapes", type=shapes_of, default=SHAPES, help="requests x nodes, such as 1x64,4x128 (default: a grid)"
+    )
     parser.add_argument(
         "--slice", type=int, help="value columns of a block: 32, 64 or 128 (default: the library's choice)"
     )
     parser.add_argument("--no-drift", action="store_true", help="skip the 2,000 steps")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)
-    heads = Heads(*map(int, arguments.heads.split(",")))
+    if len(arguments.heads) != 3:
+        parser.error(f"--heads: {arguments.heads} was given; give key heads, value heads and dimension")
+    need_gpu(parser)
+    heads = Heads(*arguments.heads)
     state_dtype = getattr(torch, arguments.state_dtype)
-    shapes = [tuple(map(int, x.split("x"))) for x in arguments.shapes.split(",")] if arguments.shapes else SHAPES
     with_recurrent = not arguments.only_ours
     meta = describe(arguments.commit)
     rows = []
     print(" ".join(COLUMNS))
-    for requests, nodes in shapes:
+    for requests, nodes in arguments.shapes:
         options = {}
         if arguments.slice:
             options["shape"] = KernelShape(

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
+from sgl_specflow.eval.arguments import need_gpu, numbers, result_file
 from sgl_specflow.eval.heads import SHIPPED, tree_server
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import MODELS
@@ -111,7 +112,6 @@ def wanted_servers(options: argparse.Namespace) -> list[tuple[str, int, bool]]:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """What says which servers run: options of `servers_of` and `running`."""
-    numbers = lambda text: [int(item) for item in text.split(",")]
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--algorithms", nargs="+", choices=sorted(SHIPPED), default=["jetflow"])
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
@@ -121,7 +121,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulated-accept", type=float, default=4.0)
     parser.add_argument("--at-once", type=int, default=4, help="servers up at once (default: %(default)s)")
     parser.add_argument("--max-total-tokens", type=int, default=38912)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=result_file, required=True)
     parser.add_argument("--logs", type=Path, default=Path(".cache/logs"))
     parser.add_argument("--commit")
     parser.add_argument("flags", nargs="*", help="further server flags, after --")
@@ -206,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=80, help="steps a point")
     parser.add_argument("--profile", default="", help="points whose steps are profiled by kernel, as in --points")
     options = parser.parse_args(arguments)
+    need_gpu(parser)
 
     points, profiled = points_of(options.points), points_of(options.profile)
     folder = Path(tempfile.mkdtemp(prefix="shapes_"))

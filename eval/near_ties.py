@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import numbers, result_file
 from sgl_specflow.eval.backends import Decoded, TopTokenBackend
 from sgl_specflow.eval.heads import HEADS, SHIPPED, tree_server
 from sgl_specflow.eval.lossless import answers_in_order
@@ -146,10 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval near_ties", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=result_file, required=True)
     parser.add_argument("--heads", type=Path, default=HEADS, help="folder of the heads (default: the shipped ones)")
     parser.add_argument("--algorithms", type=lambda text: text.split(","), default=["jetflow"])
     parser.add_argument("--budgets", type=numbers, default=[16, 64])

@@ -14,10 +14,10 @@ import itertools
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from sgl_specflow.eval.arguments import need_gpu, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import WEAVER_27B
 from sgl_specflow.eval.timing import microseconds
@@ -81,12 +81,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval row_linear", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file to write")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of x (%(default)s)")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
+    need_gpu(parser)
     compile_all(options.rows)
     rows = []
     for (product, shape), count in itertools.product(products(WEAVER_27B).items(), options.rows):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sgl_specflow.eval.acceptance import DRAFTERS, base_flags, server_settings
+from sgl_specflow.eval.arguments import numbers, result_file
 from sgl_specflow.eval.backends import Streamed, StreamingBackend
 from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.prompts import rows as test_rows
@@ -115,10 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    numbers = lambda text: [int(item) for item in text.split(",")]  # noqa: E731
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder of the prompt files")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=result_file, required=True)
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS, help="NAME=ALGORITHM:HEAD[:WEAVER]")
     parser.add_argument("--budgets", type=numbers, default=[16, 64, 256])
     parser.add_argument("--dataset", default="gsm8k", help="gsm8k, mbpp or mt_bench (default: gsm8k)")

@@ -19,9 +19,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import need_gpu, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.tree_attention import (
@@ -347,8 +347,12 @@ def print_row(row: dict, columns: tuple[str, ...]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = argparse.ArgumentParser(
+        prog="sgl_specflow.eval tree_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file to write")
     parser.add_argument("--only-ours", action="store_true", help="skip SGLang's kernel (where sglang is missing)")
     parser.add_argument("--heads", type=int, default=32, help="query heads (default: Qwen3-8B)")
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -363,6 +367,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)
+    need_gpu(parser)
     meta = describe(arguments.commit)
     rows = []
     heads = arguments.heads, arguments.kv_heads, arguments.head_dim

@@ -11,9 +11,9 @@ import argparse
 import functools
 import itertools
 import json
-from pathlib import Path
 
 import torch
+from sgl_specflow.eval.arguments import need_gpu, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import WEAVER_27B, random_weaver
 from sgl_specflow.eval.timing import microseconds
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval weaver", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file to write")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument(
@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step-ms", nargs="*", default=[], help="BATCH:BUDGET:MS of a server's step, default width")
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     options = parser.parse_args(arguments)
+    need_gpu(parser)
     steps = _steps(options.step_ms)
     shapes = list(itertools.product(options.batches, options.budgets, options.widths, options.rounds or [None]))
     rows = []

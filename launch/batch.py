@@ -15,9 +15,11 @@ failed rows, which OUT.errors lists. An OUT that was made from other prompts or 
 import argparse
 import fcntl
 import json
+import math
 import os
 import sys
 import threading
+import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -221,9 +223,23 @@ def _positive(text: str) -> int:
 
 
 def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+    try:
+        parts = urllib.parse.urlsplit(text)
+        sound = (
+            parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        )  # port: ValueError if too large
+    except ValueError:
+        sound = False
+    if not sound:
         raise argparse.ArgumentTypeError(f"{text} was given; give http://HOST:PORT")
     return text
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} was given; give a number from 0 on")
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,7 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=512, help="for rows that do not say (default: %(default)s)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="likewise (default: %(default)s, greedy)")
+    parser.add_argument("--temperature", type=_temperature, default=0.0, help="likewise (default: %(default)s, greedy)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out bad input rows instead of stopping")
 
 

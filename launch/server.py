@@ -24,6 +24,23 @@ _PR_SET_PDEATHSIG = 1
 _PORT_TAKEN, _PORT_RETRIES = "EADDRINUSE", 2
 
 
+_groups: set[int] = set()  # process groups of servers that this process has started and not yet stopped
+
+
+def end_servers_on_sigterm() -> None:
+    """SIGTERM ends this process and every server that it has started, those that are still starting too."""
+
+    def end(*_) -> None:
+        for group in list(_groups):
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 class ServerError(RuntimeError):
     """The server did not come up; the message carries the end of its log."""
 
@@ -44,6 +61,7 @@ class Server:
         if _group_runs(self.process):
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(timeout=_GRACE_SECONDS)
+        _groups.discard(self.process.pid)
 
     def log_tail(self, lines: int = 30) -> str:
         with self.log.open("rb") as stream:
@@ -112,6 +130,7 @@ def _start_once(arguments: Sequence[str], log: Path, environment: Mapping[str, s
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
+    _groups.add(process.pid)  # it leads a session of its own
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         _wait_until_healthy(server, timeout)

@@ -132,6 +132,7 @@ def test_a_run_writes_a_row_a_server_and_what_failed(tmp_path, monkeypatch):
         asked.append((url, len(prompts), len(prompts[0]), new_tokens))
 
     monkeypatch.setattr(inflation, "start", start)
+    monkeypatch.setattr(experts, "need_gpu", lambda parser: None)
     monkeypatch.setattr(experts, "recorded_passes", passes)
     monkeypatch.setattr(experts, "stream_requests", stream)
     out = tmp_path / "out" / "experts.json"

@@ -246,11 +246,20 @@ def test_batch_refuses_numbers_under_one(tmp_path, fake, capsys, wrong):
     assert stopped.value.code == 2 and "give 1 or more" in capsys.readouterr().err
 
 
-def test_batch_refuses_an_address_without_scheme(tmp_path, capsys):
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "http://[::1", "http://a:99999", "ftp://a:1"])
+def test_batch_refuses_what_is_no_address(tmp_path, capsys, url):
     prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "one"}])
     with pytest.raises(SystemExit):
-        main(batch_arguments(prompts, tmp_path / "a.jsonl", "127.0.0.1:30000"))
+        main(batch_arguments(prompts, tmp_path / "a.jsonl", url))
     assert "http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+def test_batch_refuses_what_is_no_temperature(tmp_path, fake, capsys, value):
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "one"}])
+    with pytest.raises(SystemExit):
+        main([*batch_arguments(prompts, tmp_path / "a.jsonl", fake.url), "--temperature", value])
+    assert "give a number from 0 on" in capsys.readouterr().err and not (tmp_path / "a.jsonl").exists()
 
 
 def test_a_reply_that_is_not_sglangs_fails_its_row_only(tmp_path, fake, monkeypatch):
@@ -406,6 +415,23 @@ def test_a_server_ends_with_a_killed_parent(tmp_path, stand_in):
     finally:
         for pid in processes_with(marker):  # The stand-in's child does not watch its parent; SGLang's processes do.
             os.kill(pid, signal.SIGKILL)
+
+
+def test_sigterm_ends_servers_that_are_still_starting(tmp_path, stand_in):
+    """The launcher's children too, which nobody else would end."""
+    launcher, marker = Path(stand_in["PYTHONPATH"]) / "sglang" / "launch_server.py", str(tmp_path / "marker")
+    launcher.write_text(launcher.read_text().replace("class Handler", "import time; time.sleep(60)\nclass Handler"))
+    program = (
+        "import sys; from sgl_specflow.launch.server import end_servers_on_sigterm, start\n"
+        "end_servers_on_sigterm(); print('up', flush=True)\n"
+        f"start([sys.argv[1], '--stubborn'], log={str(tmp_path / 'log')!r}, environment={stand_in!r}, timeout=50)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, marker], stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"up\n" and wait_until(lambda: len(processes_with(marker)) == 3)
+    parent.terminate()
+    assert parent.wait(timeout=10) == 128 + signal.SIGTERM
+    parent.stdout.close()
+    assert wait_until(lambda: not processes_with(marker), seconds=5)
 
 
 def test_a_server_that_does_not_answer_in_time_is_stopped(tmp_path):

@@ -285,6 +285,7 @@ def test_the_benchmarks_shape_has_the_published_size():
 
 def test_the_benchmark_states_each_rows_implementation_and_the_default_widths_share(monkeypatch, tmp_path):
     weaver = lambda config, vocabulary, device, dtype, kind: SimpleNamespace(build_tree=lambda *inputs: kind)
+    monkeypatch.setattr(weaver_benchmark, "need_gpu", lambda parser: None)
     monkeypatch.setattr(weaver_benchmark, "make_weaver", weaver)
     monkeypatch.setattr(weaver_benchmark, "make_inputs", lambda *arguments: ())
     monkeypatch.setattr(weaver_benchmark, "microseconds", lambda calls: {"triton": 5.0, "cuda": 4.0}[calls[0]()])

@@ -1,0 +1,31 @@
+"""What the commands' options have in common: numbers by commas, a file to write, and that there is a GPU."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers from 1 on, by commas."""
+    items = text.split(",")
+    if not all(item.strip().isdecimal() and int(item) > 0 for item in items):
+        raise argparse.ArgumentTypeError(f"{text!r} was given; give whole numbers from 1 on, by commas, as 16,64")
+    return [int(item) for item in items]
+
+
+def result_file(text: str) -> Path:
+    """A path that can be written, now and not only when hours have been measured."""
+    path = Path(text)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} was given, which cannot be written; give a file in a folder of yours"
+        )
+    return path
+
+
+def need_gpu(parser: argparse.ArgumentParser) -> None:
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
