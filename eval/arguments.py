@@ -1,4 +1,4 @@
-"""What the commands' options have in common: numbers by commas, a file to write, and that there is a GPU."""
+"""What the commands' options have in common: numbers and pairs by commas, a file to write, and that there is a GPU."""
 
 import argparse
 import os
@@ -13,6 +13,14 @@ def numbers(text: str) -> list[int]:
     if not all(item.strip().isdecimal() and int(item) > 0 for item in items):
         raise argparse.ArgumentTypeError(f"{text!r} was given; give whole numbers from 1 on, by commas, as 16,64")
     return [int(item) for item in items]
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """Two of them at a time: [(1, 64), (4, 128)] of '1x64,4x128'."""
+    found = [tuple(numbers(pair.replace("x", ","))) for pair in text.split(",")]
+    if any(len(pair) != 2 for pair in found):
+        raise argparse.ArgumentTypeError(f"{text!r} was given; give pairs, by commas, as 1x64,4x128")
+    return found
 
 
 def result_file(text: str) -> Path:

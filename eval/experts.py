@@ -20,11 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from sgl_specflow.eval.arguments import need_gpu
+from sgl_specflow.eval.arguments import need_gpu, pairs
 from sgl_specflow.eval.inflation import (
     add_server_arguments,
     groups,
-    points_of,
     prompts_of,
     running,
     servers_of,
@@ -101,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="sgl_specflow.eval experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_server_arguments(parser)
-    parser.add_argument("--points", default="1x4096", help="batch x context, comma-separated")
+    parser.add_argument("--points", type=pairs, default="1x4096", help="batch x context, by commas")
     options = parser.parse_args(arguments)
     target = MODELS[options.model].target
     if "num_experts" not in target:
@@ -109,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{options.model} has no experts; give {', '.join(with_experts)}")
     need_gpu(parser)
 
-    points = points_of(options.points)
+    points = options.points
     folder = Path(tempfile.mkdtemp(prefix="experts_"))
     servers = {
         key: ([*flags, *RECORDER_FLAGS], environment | {FOLDER_VARIABLE: str(folder / f"record{number}")})

@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from sgl_specflow.eval.arguments import need_gpu, numbers, result_file
+from sgl_specflow.eval.arguments import need_gpu, numbers, pairs, result_file
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.timing import microseconds
 from sgl_specflow.kernels.gdn_tree import PendingPaths, TreeStash, gdn_tree_flush, gdn_tree_verify
@@ -293,14 +293,6 @@ def print_row(row: dict) -> None:
     print(" ".join(f"{cell(row.get(name)):>{len(name)}}" for name in COLUMNS), flush=True)
 
 
-def shapes_of(text: str) -> list[tuple[int, int]]:
-    """(requests, nodes) of each of '1x64,4x128'."""
-    shapes = [tuple(numbers(shape.replace("x", ","))) for shape in text.split(",")]
-    if any(len(shape) != 2 for shape in shapes):
-        raise argparse.ArgumentTypeError(f"{text!r} was given; give requests x nodes, by commas, as 1x64,4x128")
-    return shapes
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="sgl_specflow.eval gdn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -312,7 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
-        "--shapes", type=shapes_of, default=SHAPES, help="requests x nodes, such as 1x64,4x128 (default: a grid)"
+        "--shapes", type=pairs, default=SHAPES, help="requests x nodes, such as 1x64,4x128 (default: a grid)"
     )
     parser.add_argument(
         "--slice", type=int, help="value columns of a block: 32, 64 or 128 (default: the library's choice)"

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
-from sgl_specflow.eval.arguments import need_gpu, numbers, result_file
+from sgl_specflow.eval.arguments import need_gpu, numbers, pairs, result_file
 from sgl_specflow.eval.heads import SHIPPED, tree_server
 from sgl_specflow.eval.record import describe
 from sgl_specflow.eval.shapes import MODELS
@@ -127,11 +127,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("flags", nargs="*", help="further server flags, after --")
 
 
-def points_of(text: str) -> list[tuple[int, int]]:
-    """(batch, context) of each point of '1x128,8x4096'."""
-    return [tuple(map(int, point.split("x"))) for point in text.split(",") if text]
-
-
 def servers_of(
     options: argparse.Namespace, plain_backends: list[str], points: list[tuple[int, int]], folder: Path
 ) -> dict[tuple, tuple[list[str], dict[str, str]]]:
@@ -201,14 +196,16 @@ def main(arguments: list[str] | None = None) -> int:
         prog="sgl_specflow.eval inflation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_server_arguments(parser)
-    parser.add_argument("--points", default="1x128,1x4096,1x32768,8x4096", help="batch x context, comma-separated")
+    parser.add_argument(
+        "--points", type=pairs, default="1x128,1x4096,1x32768,8x4096", help="batch x context, by commas"
+    )
     parser.add_argument("--plain-backends", default="fa3,triton", help="plain decoding is tried on each")
     parser.add_argument("--steps", type=int, default=80, help="steps a point")
-    parser.add_argument("--profile", default="", help="points whose steps are profiled by kernel, as in --points")
+    parser.add_argument("--profile", type=pairs, default=[], help="points whose steps are profiled by kernel")
     options = parser.parse_args(arguments)
     need_gpu(parser)
 
-    points, profiled = points_of(options.points), points_of(options.profile)
+    points, profiled = options.points, options.profile
     folder = Path(tempfile.mkdtemp(prefix="shapes_"))
     servers = servers_of(options, options.plain_backends.split(","), points, folder)
     result = {"meta": describe(options.commit), "rows": [], "profiles": [], "failures": []}

@@ -80,8 +80,10 @@ def step_inflation_charts(rows: list[dict]) -> Charts:
         draft = ", FP8 draft" if row.get("fp8_draft") else ""
         return f"{other}batch {row['batch']}, context {row['context']}{draft}"
 
-    budgets = {row["model"]: {other.get("budget") for other in rows if other["model"] == row["model"]} for row in rows}
-    rows = [row for row in rows if len(budgets[row["model"]] - {None}) > 1]  # one budget is a table's, not a line's
+    budgets: dict[str, set] = {}
+    for row in rows:
+        budgets.setdefault(row["model"], {None}).add(row.get("budget"))
+    rows = [row for row in rows if len(budgets[row["model"]]) > 2]  # one budget is a table's, not a line's
     title = "Step time against plain, {} shapes"
     return _charts(rows, "step_inflation", "model", title, "inflation (plain = 1)", name_of, "inflation")
 

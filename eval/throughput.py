@@ -157,8 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
                 name = f"{drafter} budget {budget} batch {batch}"
                 print(f"round {number + 1}: {name}: {tally.rounds[-1]:.1f} tokens/s", flush=True)
             # After each round: stopping the servers takes a while, and later rounds may not end.
-            plain = {key[2]: tally for key, tally in tallies.items() if key[0] == "plain"}
-            rows = [row(*key, options.dataset, tally, plain[key[2]]) for key, tally in tallies.items()]
+            rows = [row(*key, options.dataset, tally, tallies["plain", None, key[2]]) for key, tally in tallies.items()]
             options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     for line in rows:
         print(

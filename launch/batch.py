@@ -225,10 +225,8 @@ def _positive(text: str) -> int:
 def _url(text: str) -> str:
     try:
         parts = urllib.parse.urlsplit(text)
-        sound = (
-            parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        )  # port: ValueError if too large
-    except ValueError:
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an open bracket; of .port: none, or one too large
         sound = False
     if not sound:
         raise argparse.ArgumentTypeError(f"{text} was given; give http://HOST:PORT")
@@ -236,7 +234,10 @@ def _url(text: str) -> str:
 
 
 def _temperature(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} was given; give a number from 0 on")
     return value

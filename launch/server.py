@@ -23,7 +23,6 @@ _GRACE_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 _PORT_TAKEN, _PORT_RETRIES = "EADDRINUSE", 2
 
-
 _groups: set[int] = set()  # process groups of servers that this process has started and not yet stopped
 
 
@@ -97,13 +96,14 @@ def start(
         ServerError: it ended or did not answer in time; nothing of it is left running. One that ended because a port was
             taken (SGLang chooses some that another server may take before it listens) is started again, twice.
     """
-    for _ in range(_PORT_RETRIES):
+    retries = _PORT_RETRIES
+    while True:
         try:
             return _start_once(arguments, Path(log), environment, timeout)
         except ServerError as error:
-            if _PORT_TAKEN not in str(error):
+            if not retries or _PORT_TAKEN not in str(error):
                 raise
-    return _start_once(arguments, Path(log), environment, timeout)
+            retries -= 1
 
 
 def _start_once(arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None, timeout: float) -> Server:

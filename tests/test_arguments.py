@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from sgl_specflow.eval.arguments import numbers, result_file
+from sgl_specflow.eval.arguments import numbers, pairs, result_file
 
 
 def test_numbers_by_commas():
@@ -14,6 +14,18 @@ def test_numbers_by_commas():
     for text in ("", "0", "16,", "16,-1", "1.5", "abc"):
         with pytest.raises(argparse.ArgumentTypeError, match="whole numbers from 1 on"):
             numbers(text)
+
+
+def test_pairs_by_commas():
+    assert pairs("1x64") == [(1, 64)] and pairs("1x64,4x128") == [(1, 64), (4, 128)]
+    for text, named in (
+        ("1x64,4", "give pairs"),
+        ("1x2x3", "give pairs"),
+        ("", "whole numbers"),
+        ("0x64", "whole numbers"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=named):
+            pairs(text)
 
 
 def test_a_result_file_can_be_written(tmp_path):
@@ -39,7 +51,7 @@ def test_a_result_file_can_be_written(tmp_path):
             "error: No such file or directory: /nope/gsm8k_test.jsonl",
         ),
         ("lossless --model-path M --data /nope --out OUT --budgets 0", "give whole numbers from 1 on, by commas"),
-        ("gdn --out OUT --shapes 1x64,4", "give requests x nodes, by commas, as 1x64,4x128"),
+        ("gdn --out OUT --shapes 1x64,4", "give pairs, by commas, as 1x64,4x128"),
         ("gdn --out OUT --heads 16,48", "give key heads, value heads and dimension"),
         ("inflation --model qwen3-8b --out OUT", "needs a CUDA GPU"),
         ("tree_attention --out OUT", "needs a CUDA GPU"),

@@ -135,6 +135,7 @@ def shared_bytes(budget: int, depths: int, width: int) -> int:
     return 4 * (6 * kept + THREADS // 16 + 2 * depths + 2 + depths * width) + 6 * THREADS * _turns(kept - 1)
 
 
+@functools.cache
 def _turns(nodes: int) -> int:
     """Pairs of a place and a rank a thread, where `nodes` are kept of `MAX_WIDTH` candidates."""
     pairs = min(nodes, MAX_WIDTH) + sum(min(nodes // (place + 1) - 1, MAX_WIDTH) for place in range(1, nodes))
