@@ -6,12 +6,10 @@ One CUDA graph holds a call for each of several input sets, which together excee
 replay time over the number of calls. Pool slots are drawn at random, as in a pool long in use. A row is one of our
 kernels ("implementation") at one shape; --points takes the few shapes that decide serving, --implementations the kernels.
 
-    python -m sgl_specflow.eval tree_attention --splits 1 2 3 8 --out eval/results/tree_attention_splits.json
+    python -m sgl_specflow.eval tree_attention --splits 1 4 8 16 --out eval/results/tree_attention_splits.json
 
---splits times variants of the CUDA kernel at SPLIT_POINTS instead: so many clusters share a request's keys (see
-tree_attention.cu), the largest of which all run at once, or of the size given, as 2x6 for two of six blocks. `split` says
-whether the request is long enough for that, `chosen` marks the variant that serving takes, `model_us` is what its choice
-rests on; --split-from 1 splits requests of every length.
+--splits times variants of the CUDA kernel at SPLIT_POINTS instead: so many blocks share the keys of the same rows (see
+tree_attention.cu), as far as all run at once; `chosen` marks the variant that serving takes.
 """
 
 import argparse
@@ -31,8 +29,7 @@ from sgl_specflow.kernels.tree_attention import (
     ancestor_matrix,
     tree_attention,
 )
-from sgl_specflow.kernels.tree_attention.cuda_kernel import chosen, clusters_at_a_time, tree_attention_cuda
-from sgl_specflow.kernels.tree_attention.cuda_variant import MOST_PORTABLE_CLUSTER, Variant, clusters_of
+from sgl_specflow.kernels.tree_attention.cuda_kernel import chosen, tree_attention_cuda
 
 BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200
 FLOP_PER_SECOND = 790e12  # measured bf16 matrix product of an H200
@@ -51,7 +48,7 @@ POINTS = [
     *((1, context, nodes, 24, 4, 256) for context, nodes in ((128, 64), (4096, 16), (4096, 64), (4096, 128))),
 ]
 IMPLEMENTATIONS = ("cuda", "triton")
-SPLIT_POINTS = [(1, context, 16, 32, 8, 128) for context in (128, 1024, 4096, 32768)]
+SPLIT_POINTS = [(1, context, nodes, 32, 8, 128) for nodes in (16, 64) for context in (128, 1024, 4096, 32768)]
 
 
 @dataclass
@@ -246,40 +243,17 @@ def measure(
     return rows
 
 
-def variants_of(
-    served: Variant, splits: list[tuple[int, int]], clusters: int, at_a_time: Callable[[int], int], split_from: int = 0
-) -> list[Variant]:
-    """`served` with other splits and clusters.
-
-    splits: (splits, blocks of a cluster), where 0 is the largest cluster of which all run at once; left out where none is.
-    clusters: without splits. at_a_time: clusters of a size that the device runs together.
-    """
-    variants = []
-    for number, given in splits:
-        at_once = [size for size in range(1, MOST_PORTABLE_CLUSTER + 1) if clusters * number <= at_a_time(size)]
-        size = given or max(at_once, default=0)
-        if size:
-            variants.append(replace(served, splits=number, cluster=size, split_from=split_from if number > 1 else 0))
-    return variants
-
-
 def measure_splits(
-    batch: int,
-    context: int,
-    nodes: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    splits: list[tuple[int, int]],
-    split_from: int,
+    batch: int, context: int, nodes: int, heads: int, kv_heads: int, head_dim: int, splits: list[int]
 ) -> list[dict]:
-    """A row for each variant of the CUDA kernel."""
+    """A row for each variant of the CUDA kernel with so many splits, to those that are served."""
     problem, device = make_problem(batch, context, nodes, heads, kv_heads, head_dim), torch.cuda.current_device()
     served = chosen(device, torch.bfloat16, batch, nodes, kv_heads, heads // kv_heads, head_dim, False)
-    clusters = clusters_of(replace(served, splits=1), batch, nodes, kv_heads)
     rows = []
-    for variant in variants_of(served, splits, clusters, lambda size: clusters_at_a_time(device, size), split_from):
-        calls = calls_of(problem, partial(tree_attention_cuda, variant=variant))
+    for number in sorted({*splits, served.splits}):
+        if number > served.splits:
+            continue
+        calls = calls_of(problem, partial(tree_attention_cuda, variant=replace(served, splits=number)))
         rows.append(
             {
                 "batch": batch,
@@ -287,23 +261,13 @@ def measure_splits(
                 "nodes": nodes,
                 "kv_heads": kv_heads,
                 "head_dim": head_dim,
-                "splits": variant.splits,
-                "cluster": variant.cluster,
-                "split_from": variant.threshold,
-                "split": variant.splits > 1 and context + nodes >= variant.threshold,
-                "chosen": variant == served,
+                "splits": number,
+                "chosen": number == served.splits,
                 "max_abs_error": max_abs_error(problem, calls),
                 "ours_us": microseconds(calls),
-                "model_us": variant.time(context + nodes),
             }
         )
     return rows
-
-
-def splits_and_cluster(text: str) -> tuple[int, int]:
-    """ "2" or "2x6"."""
-    splits, _, cluster = text.partition("x")
-    return int(splits), int(cluster or 0)
 
 
 COLUMNS = (
@@ -330,12 +294,8 @@ SPLIT_COLUMNS = (
     "kv_heads",
     "head_dim",
     "splits",
-    "cluster",
-    "split_from",
-    "split",
     "chosen",
     "ours_us",
-    "model_us",
     "max_abs_error",
 )
 
@@ -360,10 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--points", action="store_true", help="the few shapes that decide serving, not the whole grid")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument(
-        "--splits", nargs="+", type=splits_and_cluster, help="time these variants of the CUDA kernel: 2, 2x6"
-    )
-    parser.add_argument(
-        "--split-from", type=int, default=0, help="keys from which requests are split (default: as served)"
+        "--splits", nargs="+", type=int, help="time variants of the CUDA kernel with so many splits instead"
     )
     parser.add_argument("--commit", help="recorded in the file; default: git's HEAD")
     arguments = parser.parse_args(arguments)
@@ -373,7 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
     heads = arguments.heads, arguments.kv_heads, arguments.head_dim
     if arguments.splits:
         shapes, columns = SPLIT_POINTS, SPLIT_COLUMNS
-        measured = partial(measure_splits, splits=arguments.splits, split_from=arguments.split_from)
+        measured = partial(measure_splits, splits=arguments.splits)
     else:
         shapes, columns = POINTS if arguments.points else [(*shape, *heads) for shape in SHAPES], COLUMNS
         options = {"with_sglang": not arguments.only_ours, "implementations": tuple(arguments.implementations)}

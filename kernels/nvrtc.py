@@ -90,10 +90,8 @@ def _compile(nvrtc, name: str, source: str, headers: dict[str, str], options: li
 class LoadedKernels:
     """A cubin on the current device: kernels by name, launched with one ctypes structure as their argument."""
 
-    def __init__(self, cubin: bytes, large_clusters: bool = False):
-        """large_clusters: kernels may have clusters of more than the eight blocks that every device runs."""
+    def __init__(self, cubin: bytes):
         self._driver = driver = _driver()
-        self._large_clusters = large_clusters
         self._cubin = cubin  # the library may read it later
         self._library = _checked(driver, driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
         self._functions: dict[str, tuple[object, int]] = {}  # with the shared memory that each may use
@@ -108,9 +106,6 @@ class LoadedKernels:
                 function = _checked(driver, driver.cuKernelGetFunction(kernel))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver, driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-            if self._large_clusters:
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-                _checked(driver, driver.cuFuncSetAttribute(function, attribute, 1))
             self._functions[name] = function, shared_bytes
         return function
 
@@ -132,15 +127,21 @@ class LoadedKernels:
         stream: int,
         argument,
         ahead: bool = False,
+        together: bool = False,
     ) -> None:
         """ahead: the kernel may start while the one before it on the stream runs (programmatic dependent launch); it
-        must wait itself for what it needs."""
+        must wait itself for what it needs. together: its blocks wait for each other, so all must run at once (a cooperative
+        launch, which fails where the device cannot). One of the two at most."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         driver = self._driver
-        if ahead:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
+        if ahead or together:
+            attribute, kinds = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
+            if ahead:
+                attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                attribute.value.programmaticStreamSerializationAllowed = 1
+            else:
+                attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+                attribute.value.cooperative = 1
             config = _launch_config(driver, grid, threads, shared_bytes, attribute)
             config.hStream = stream
             function = self.function(name, shared_bytes)

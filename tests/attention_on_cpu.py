@@ -35,22 +35,20 @@ def _range(tensor: torch.Tensor) -> Range:
 
 
 class Scratch:
-    """Parts and tickets of a variant's launches, between guards that `check` finds as they were."""
+    """Parts and counters of a variant's launches, between guards that `check` finds as they were."""
 
-    GUARD = 1024
+    GUARD = 4096
 
     def __init__(self, variant: cuda_kernel.Variant, grid: tuple[int, int, int]):
-        self.sizes = cuda_kernel.scratch_sizes(variant, grid)
-        self.wide = [
-            torch.full((size + 2 * self.GUARD,), -1, dtype=torch.int32) for size in self.sizes
-        ]  # NaN of floats
+        sizes = cuda_kernel.scratch_bytes(variant, grid)
+        self.wide = [torch.full((size + 2 * self.GUARD,), 255, dtype=torch.uint8) for size in sizes]  # NaN of floats
         self.tensors = [wide[self.GUARD : -self.GUARD] for wide in self.wide]
         self.tensors[1].zero_()
 
     def check(self) -> None:
         for wide in self.wide:
-            assert (wide[: self.GUARD] == -1).all() and (wide[-self.GUARD :] == -1).all(), "scratch is overrun"
-        assert (self.tensors[1] == 0).all(), "tickets are left"
+            assert (wide[: self.GUARD] == 255).all() and (wide[-self.GUARD :] == 255).all(), "scratch is overrun"
+        assert (self.tensors[1].view(torch.int32)[::2] == 0).all(), "arrivals are left"
 
 
 def attention_on_cpu(
@@ -63,7 +61,7 @@ def attention_on_cpu(
 ):
     """`tree_attention_cuda` on the CPU; reversed_order: the warps and lanes of a block run backwards.
 
-    order: of so many clusters, how they run one after another. scratch: of a launch before, or new.
+    order: of so many that share their rows, how they run one after another. scratch: of a launch before, or new.
     """
     inputs = {"logit_cap": 0.0, "sinks": None, "k_scale": 1.0, "v_scale": 1.0} | inputs
     names = ("q", "k_pool", "v_pool", "prefix_indptr", "prefix_slots", "node_slots", "ancestors")
@@ -73,13 +71,13 @@ def attention_on_cpu(
     grid = cuda_kernel.grid_of(variant, *inputs["ancestors"].shape[:2], inputs["k_pool"].shape[1])
     scratch = scratch or Scratch(variant, grid)
     arguments = cuda_kernel.attention_arguments(*tensors, *options, scratch.tensors)
-    clusters = math.prod(grid) // variant.cluster
+    row_blocks = math.prod(grid) // variant.splits
     readable = (Range * 3)(*(_range(tensor) for tensor in tensors[:3]))
     build(variant, source).tree_attention_on_cpu(
         ctypes.byref(arguments),
         ctypes.c_size_t(variant.shared_bytes),
         (ctypes.c_int * 3)(*grid),
-        (ctypes.c_int * clusters)(*order(clusters)),
+        (ctypes.c_int * row_blocks)(*order(row_blocks)),
         readable,
         len(readable),
         reversed_order,

@@ -44,7 +44,7 @@ namespace on_cpu {
 
 constexpr size_t STACK = 128 << 10;
 constexpr size_t CANARY = 4096;
-enum Status { READY, AT_WARP, AT_BLOCK, AT_CLUSTER, SPINNING, DONE };
+enum Status { READY, AT_WARP, AT_BLOCK, AT_CLUSTER, AT_MEETING, SPINNING, DONE };
 struct Copy {
     void* to;
     const void* from;
@@ -73,11 +73,12 @@ struct Stacks {  // a page takes memory when it is written first
 static Stacks stacks;
 static std::vector<unsigned char> shared;  // of each block of a cluster, shared_stride apart
 static size_t shared_stride;
-constexpr int MOST_WARPS = 128;  // of a cluster
+constexpr int MOST_WARPS = 512;  // of a cluster
 static unsigned inputs[MOST_WARPS][32][12], outputs[MOST_WARPS][32][4];  // [warp][lane]
 static jmp_buf scheduler;
 static int running;
 static long arrivals;  // at barriers that threads spin for
+static long meetings;  // arrivals where blocks wait for each other
 static int block_threads, first_block;
 struct Range {
     const void* address;
@@ -184,21 +185,27 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
                 }
             }
             if (in(DONE) == block_size || in(AT_CLUSTER) == block_size) return in(DONE) == block_size;
-            if (in(SPINNING)) {
-                if (arrivals == before) fail("threads wait for a barrier that nobody completes");
+            if (in(SPINNING) && arrivals == before && !in(AT_MEETING)) fail("threads wait for a barrier that nobody completes");
+            if (in(SPINNING) && arrivals != before) {
                 before = arrivals;
                 continue;
             }
+            if (in(AT_MEETING)) return false;
             if (in(AT_BLOCK) != block_size) fail("not every thread reaches the barrier");
             for (int i = 0; i < block_size; ++i) fibers[block * block_size + i].status = READY;
         }
     };
-    for (;;) {
+    for (long before = -1;;) {
         int done = 0;
         for (int i = 0; i < blocks; ++i) done += run_alone(reversed ? blocks - 1 - i : i);
         if (done == blocks) break;
-        if (done) fail("not every block reaches the cluster's barrier");
-        for (Fiber& fiber : fibers) fiber.status = READY;
+        const bool meeting = std::any_of(fibers.begin(), fibers.begin() + threads,
+                                         [](const Fiber& fiber) { return fiber.status == AT_MEETING; });
+        if (done && !meeting) fail("not every block reaches the cluster's barrier");
+        if (meeting && meetings == before) fail("blocks wait for one that does not come");
+        before = meetings;
+        for (Fiber& fiber : fibers)
+            if (fiber.status == AT_CLUSTER || fiber.status == AT_MEETING) fiber.status = READY;
     }
     blockIdx.x = first_block;
     for (int block = 0; block < blocks; ++block)
@@ -356,6 +363,17 @@ template <class T>
 T load_of_block(const T* pointer, int block) {
     const size_t offset = reinterpret_cast<const unsigned char*>(pointer) - on_cpu::shared_base();
     return *reinterpret_cast<const T*>(on_cpu::shared_base(block) + offset);
+}
+// Of one thread of each of `blocks` blocks; counter: arrivals, and a generation.
+inline void meet(unsigned* counter, unsigned blocks) {
+    ++on_cpu::meetings;
+    const unsigned generation = counter[1];
+    if (++counter[0] == blocks) {
+        counter[0] = 0;
+        ++counter[1];
+        return;
+    }
+    while (counter[1] == generation) on_cpu::give_way(on_cpu::AT_MEETING);
 }
 inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
 inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }

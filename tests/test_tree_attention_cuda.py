@@ -1,25 +1,24 @@
 """tree_attention.cu against float64: on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one."""
 
 import dataclasses
+import math
 import random
 
 import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
-from attention_on_cpu import Scratch, attention_on_cpu, build
+from attention_on_cpu import Scratch, attention_on_cpu
 from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, ends_well, need_nvrtc
-from sgl_specflow.eval.tree_attention import splits_and_cluster, variants_of
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
 from sgl_specflow.kernels.tree_attention.cuda_kernel import HOPPERS_SHARED_BYTES, Variant, choose, fits, grid_of
-from sgl_specflow.kernels.tree_attention.cuda_variant import LONG_PREFIX, OTHER_PREFIXES, SLOWER
 from sgl_specflow.kernels.tree_attention.naive import tree_attention_naive
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
 FORMS = {"mma": {}, "wgmma": {"wgmma": True}}
 on_cpu = pytest.mark.skipif(GXX is None, reason="g++ is missing")
 
-# prefix lengths, nodes, (query heads, kv heads), cluster, more of Case
+# prefix lengths, nodes, (query heads, kv heads), splits, more of Case
 GRID = [
     ((0,), 1, (1, 1), 1, {}),
     ((63,), 1, (4, 1), 2, {}),
@@ -40,9 +39,11 @@ GRID = [
     ((1,), 256, (4, 1), 4, {}),
     ((150,), 130, (2, 1), 8, {"sinks": True, "options": {"k_scale": 0.5, "v_scale": 3.0}}),
     ((70, 0), 7, (2, 1), 2, {"sinks": True, "options": {"logit_cap": 2.0}}),
-    ((500, 1), 33, (2, 1), 3, {}),  # clusters that do not divide the rows
+    ((500, 1), 33, (2, 1), 3, {}),  # blocks that do not divide the rows
     ((700,), 33, (4, 1), 6, {"padding": 3}),
     ((610,), 16, (4, 1), 7, {"shape": "chain"}),
+    ((1900, 200), 7, (2, 1), 32, {"dtype": HALF}),
+    ((40,), 3, (2, 1), 5, {"sinks": True}),  # one tile, which one block finishes
 ]
 WIDE = {"head_dim": 256}
 WIDE_GRID = [
@@ -52,13 +53,13 @@ WIDE_GRID = [
     ((90,), 13, (12, 2), 7, {**WIDE, "sinks": True, "options": {"logit_cap": 2.0, "v_scale": 3.0}}),
 ]
 ON_THE_GPU = [
-    (prefix, nodes, heads, cluster, {"dtype": dtype, "padding": nodes // 5})
+    (prefix, nodes, heads, splits, {"dtype": dtype, "padding": nodes // 5})
     for dtype in (BFLOAT, HALF)
     for prefix in ((0, 1, 63), (64, 65, 1000), (4133,))
     for nodes in (1, 7, 16, 64, 65, 256)
     for heads in (((8, 8), (32, 8), (32, 4), (32, 2)) if dtype == BFLOAT else ((32, 8),))
-    for cluster in (None,)
-] + [((100, 700), nodes, (32, 8), cluster, {}) for nodes in (16, 64) for cluster in (1, 2, 3, 4, 7, 8)]
+    for splits in (None,)
+] + [((100, 700), nodes, (32, 8), splits, {}) for nodes in (16, 64) for splits in (1, 2, 3, 4)]
 ON_THE_GPU += [
     (prefix, nodes, heads, None, {"head_dim": 256, "padding": nodes // 5})
     for prefix in ((0, 1, 63), (4133,))
@@ -94,11 +95,12 @@ def variant_of(entry, **changes) -> Variant:
     group = case.heads[0] // case.heads[1]
     capped = "logit_cap" in case.options
     row_groups = 1 if case.nodes * group <= 64 and case.head_dim == 128 else 2
-    return Variant(case.dtype, group, row_groups, entry[3], capped, head_dim=case.head_dim, **changes)
+    options = {"splits": entry[3], "capped": capped, "head_dim": case.head_dim} | changes
+    return Variant(case.dtype, group, row_groups, **options)
 
 
 def assert_attention(out, inputs):
-    """Weights and results are rounded once each to q's dtype; sums are float32."""
+    """Weights and results are rounded once each to q's dtype, sums of other blocks to much less."""
     exact = dict(inputs, q=inputs["q"].double(), out=None)
     expected = tree_attention_naive(**exact)
     size = tree_attention_naive(**dict(exact, v_pool=inputs["v_pool"].double().abs()))
@@ -123,7 +125,7 @@ def test_the_cuda_source_attends(entry, form):
     ):  # The order in which warps and lanes run shows nowhere, nor does the length of the ring.
         inputs["out"].fill_(NAN)
         shorter = variant.ring - (variant.row_groups == 2 and variant.head_dim == 128)
-        other = dataclasses.replace(variant, stages=shorter, dependent=True)
+        other = dataclasses.replace(variant, stages=shorter)
         backwards = attention_on_cpu(inputs, other, reversed_order=True)
         assert torch.equal(out.view(torch.int16), backwards.view(torch.int16))
 
@@ -164,7 +166,16 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
     "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
     "no decay": ("[i] *= decay[i / 2]", "[i] *= 1.0f", 230),
-    "one part too few": ("const float share =", "const float share = part == 1 ? 0.0f :", 70),
+    "one part too few": ("const float own_share =", "const float own_share = part == 1 ? 0.0f :", 70),
+    "a key group too few": ("if (key_group == 0) rows.add(numbers);", "", 230),
+    "a part at another scale": ("share = weight * notes[i].unit", "share = weight", 70),
+    "a wait for fewer blocks": ("2 * of_rows, blocks);", "2 * of_rows, blocks - 1);", 70),
+    "parts that others have not seen": (
+        "        readers_sync();\n        if (threadIdx.x == 0) meet",
+        "        if (threadIdx.x == 0) meet",
+        70,
+    ),
+    "all blocks merge the same rows": ("row = rank + blocks * warp", "row = blocks * warp", 70),
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": (
         "            copy_async_wait<STAGES - 2>();",
@@ -185,8 +196,8 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
     "a unit filled in another order": ("(unit / STAGES - 1) & 1", "(unit / STAGES) & 1", 650),
     "a unit read in another order": ("unit / STAGES & 1);", "(unit / STAGES + 1) & 1);", 650),
     "a unit of another stage": (
-        "tiles[key_group];\n            Tile& values = shared.ring[(turn * 2 +",
-        "tiles[key_group];\n            Tile& values = shared.ring[(turn * 2 + 2 +",
+        "add_values(ring(turn * 2 - 1));",
+        "add_values(ring(turn * 2 + 1));",
         650,
     ),
 }
@@ -200,7 +211,9 @@ def test_a_broken_source_is_found(name):
     old, new, prefix = BROKEN[name]
     text = cuda_kernel.SOURCE.read_text()
     assert text.count(old) == 1
-    entry = ((prefix,), 40, (2, 1), 2 if prefix == 70 else 1, {})
+    # 80 rows, or 40, whose keys two groups share.
+    group = 1 if name == "a key group too few" else 2
+    entry = ((prefix,), 40, (group, 1), 2 if prefix == 70 else 1, {})
     inputs = inputs_of(entry)
     inputs["ancestors"][:, :, 1] |= -1 << 8
     if name == "no decay":
@@ -214,98 +227,43 @@ def test_a_broken_source_is_found(name):
     assert ends_well(lambda: attends(text)) and not ends_well(lambda: attends(text.replace(old, new)))
 
 
-SPLIT_FROM = 200  # keys: 4 tiles, fewer than some of the splits below have blocks
-# nodes, (query heads, kv heads), cluster, more of Case
-SPLIT_GRID = [
-    (7, (4, 2), 1, {}),
-    (16, (4, 1), 2, {"padding": 3, "sinks": True}),
-    (17, (4, 1), 3, {"dtype": HALF, "options": {"logit_cap": 2.0, "v_scale": 3.0}}),
-    (16, (4, 1), 6, {"strided": True}),
-    (13, (6, 1), 2, WIDE),
-    (22, (6, 1), 3, {**WIDE, "padding": 2, "sinks": True}),
-]
+def shuffled(groups: int) -> list[int]:
+    return random.Random(groups).sample(range(groups), groups)
 
 
-def split_case(nodes, heads, cluster, more):
-    """Requests without a prefix, a key short of the threshold, at it, and far above it."""
-    return (0, SPLIT_FROM - nodes - 1, SPLIT_FROM - nodes, 500), nodes, heads, cluster, more
-
-
-def shuffled(clusters: int) -> list[int]:
-    return random.Random(clusters).sample(range(clusters), clusters)
-
-
-def attend_in_any_order(inputs, variant, source="") -> None:
-    """The same bits whichever cluster comes last, and by a second launch on the same scratch."""
-    scratch = Scratch(variant, grid_of(variant, *inputs["ancestors"].shape[:2], inputs["k_pool"].shape[1]))
-    expected = attention_on_cpu(inputs, variant, source=source, scratch=scratch).clone()
+@on_cpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_launches_follow_one_another_on_one_scratch(dtype, form):
+    """The same bits in any order, and by a second launch on the scratch of the first; a short request leaves parts alone."""
+    entry = ((0, 500, 57, 200), 7, (4, 2), 4, {"dtype": dtype, "sinks": True})
+    inputs, variant = inputs_of(entry), variant_of(entry, **FORMS[form])
+    scratch = Scratch(variant, grid_of(variant, 4, 7, 2))
+    expected = attention_on_cpu(inputs, variant, scratch=scratch).clone()
     assert_attention(expected, inputs)
-    for order, used in ((lambda clusters: range(clusters)[::-1], scratch), (shuffled, None)):
+    of_requests = (scratch.tensors[0].view(4, -1) != 255).any(1)
+    assert of_requests.tolist() == [False, True, False, True]
+    for order, used in ((lambda groups: range(groups)[::-1], scratch), (shuffled, None)):
         inputs["out"].fill_(NAN)
-        out = attention_on_cpu(inputs, variant, True, source, order, used)
+        out = attention_on_cpu(inputs, variant, True, "", order, used)
         assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
 @on_cpu
-@pytest.mark.parametrize("case, splits", [
-    *((case, splits) for splits in (2, 3, 8) for case in SPLIT_GRID), (SPLIT_GRID[1], 1), (SPLIT_GRID[4], 1),
-], ids=str)  # fmt: skip
-def test_clusters_share_the_keys_of_a_request(case, splits):
-    form = list(FORMS)[(SPLIT_GRID.index(case) + splits) % 2]
-    entry = split_case(*case)
-    variant = variant_of(entry, splits=splits, split_from=SPLIT_FROM, **FORMS[form])
-    attend_in_any_order(inputs_of(entry), variant)
-
-
-@on_cpu
-def test_short_requests_are_not_split():
-    """One cluster does all, to the bits of a variant without splits, and nothing goes to scratch."""
-    entry = split_case(*SPLIT_GRID[0])
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**-20, 1.0, 2.0**60, 2.0**120])
+def test_parts_keep_values_of_any_size(size):
+    """Also where a row's greatest is far from 1, and beside values that are much smaller."""
+    entry = ((300,), 9, (4, 1), 3, {})
     inputs = inputs_of(entry)
-    variant = variant_of(entry, splits=3, split_from=SPLIT_FROM)
-    scratch = Scratch(variant, grid_of(variant, 4, 7, 2))
-    split = attention_on_cpu(inputs, variant, scratch=scratch).clone()
-    whole = attention_on_cpu(inputs, dataclasses.replace(variant, splits=1))
-    assert torch.equal(split[: 2 * 7], whole[: 2 * 7])
-    of_requests = (scratch.tensors[0].view(4, -1) != -1).any(1)
-    assert of_requests.tolist() == [False, False, True, True]
-
-
-BROKEN_SPLITS = {  # what becomes of the source
-    "the first merges": ("0) == SPLITS - 1) merge", "0) == 0) merge"),
-    "a counter that stays": ("(counter, SPLITS - 1)", "(counter, SPLITS)"),
-    "a counter for all warps": ("* WARPS + warp;", "* WARPS;"),
-    "a counter for all row blocks": ("(cluster / SPLITS * CLUSTER + rank) * WARPS", "rank * WARPS"),
-    "a ticket before the lanes have met": ("parts + split);\n        __syncwarp();", "parts + split);"),
-    "one part for all": ("parts + split);", "parts);"),
-    "an order that depends on the last": (
-        "for (int part = 0; part < PARTS; ++part) {",
-        "for (int i = 0; i < PARTS; ++i) {\n const int part = (i + blockIdx.x / CLUSTER) % PARTS;",
-    ),
-    "a threshold that clusters see differently": ("block.nodes >= SPLIT_FROM", "block.nodes >= SPLIT_FROM + split"),
-    "an empty part of a peak": ("total > 0.0f ? peak : minus_infinity, total", "peak, total"),
-    "sinks of every part": ("arguments.sinks && !sum", "arguments.sinks"),
-}
-
-
-@on_cpu
-@pytest.mark.parametrize("name", BROKEN_SPLITS)
-def test_broken_splits_are_found(name):
-    """But for the order of memory between clusters: here one runs after another."""
-    old, new = BROKEN_SPLITS[name]
-    text = cuda_kernel.SOURCE.read_text()
-    assert text.count(old) == 1
-    entry = split_case(16, (4, 1), 2, {"dtype": HALF, "sinks": name != "an empty part of a peak"})
-    inputs = inputs_of(entry)
-    if name == "an empty part of a peak":
-        inputs["q"][:, :, 0], inputs["k_pool"][:, :, 0] = -64.0, 64.0  # logits far below 0
-    variant = variant_of(entry, splits=8, split_from=SPLIT_FROM)
-    build(variant, text)  # once for all
-
-    def attends(source):
-        attend_in_any_order(inputs, variant, source)
-
-    assert ends_well(lambda: attends(text)) and not ends_well(lambda: attends(text.replace(old, new)))
+    inputs["v_pool"][:, :, ::2] *= size
+    out, variant = inputs["out"], variant_of(entry, wgmma=True)
+    attention_on_cpu(inputs, variant)
+    exact = tree_attention_naive(**dict(inputs, q=inputs["q"].double(), out=None))
+    weights = tree_attention_naive(
+        **dict(inputs, q=inputs["q"].double(), v_pool=inputs["v_pool"].double().abs(), out=None)
+    )
+    allowed = torch.finfo(BFLOAT).eps / 2 * (exact.abs() + weights) + 2.0**-12 * weights.amax(-1, keepdim=True)
+    assert ((out.double() - exact).abs() <= allowed).all()
 
 
 def test_what_the_kernel_does_not_take():
@@ -328,42 +286,24 @@ def test_what_the_kernel_does_not_take():
     assert takes(((5,), 7, (6, 1), 1, WIDE)) and not takes(((5,), 7, (6, 1), 1, {"head_dim": 192}))
 
 
-AT_A_TIME = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of a size that an H200 runs together
-
-
-@pytest.mark.parametrize("requests, nodes, kv_heads, group, head_dim, cluster, splits", [
-    (1, 64, 8, 4, 128, 6, 1), (1, 256, 8, 4, 128, 2, 1), (1, 16, 8, 4, 128, 6, 2), (1, 32, 8, 4, 128, 6, 2),
-    (1, 64, 4, 8, 128, 6, 1), (2, 64, 8, 4, 128, 3, 1), (2, 16, 8, 4, 128, 6, 1), (8, 16, 8, 4, 128, 2, 1),
-    (8, 64, 8, 4, 128, 2, 1), (16, 256, 8, 4, 128, 2, 1), (1, 256, 32, 4, 128, 1, 1), (1, 16, 4, 8, 128, 5, 5),
-    (1, 64, 4, 6, 256, 8, 1), (1, 128, 4, 6, 256, 4, 1), (1, 10, 4, 6, 256, 4, 7),
+@pytest.mark.parametrize("requests, nodes, kv_heads, group, head_dim, splits", [
+    (1, 64, 8, 4, 128, 8), (1, 256, 8, 4, 128, 2), (1, 16, 8, 4, 128, 16), (1, 32, 8, 4, 128, 16), (1, 48, 8, 4, 128, 8),
+    (1, 64, 4, 8, 128, 8), (2, 64, 8, 4, 128, 4), (2, 16, 8, 4, 128, 8), (8, 16, 8, 4, 128, 2), (1, 16, 2, 8, 128, 32),
+    (8, 64, 8, 4, 128, 1), (16, 256, 8, 4, 128, 1), (1, 256, 32, 4, 128, 1), (1, 16, 4, 8, 128, 32),
+    (1, 64, 4, 6, 256, 11), (1, 128, 4, 6, 256, 5), (1, 10, 4, 6, 256, 32),
 ])  # fmt: skip
-def test_all_clusters_run_at_once(requests, nodes, kv_heads, group, head_dim, cluster, splits):
-    variant = choose(BFLOAT, requests, nodes, kv_heads, group, head_dim, False, True, AT_A_TIME.get)
-    assert (variant.cluster, variant.splits) == (cluster, splits)
+def test_all_blocks_run_at_once(requests, nodes, kv_heads, group, head_dim, splits):
+    variant = choose(BFLOAT, requests, nodes, kv_heads, group, head_dim, False, True, 132)
+    assert variant.splits == splits
     assert variant.row_groups == (1 if nodes * group <= 64 and head_dim == 128 else 2)
-    assert variant.shared_bytes <= HOPPERS_SHARED_BYTES
-
-
-@pytest.mark.parametrize("nodes, kv_heads, group, head_dim", [(16, 8, 4, 128), (32, 8, 4, 128), (16, 4, 6, 256)])
-def test_splits_gain_at_long_prefixes_and_cost_little_at_others(nodes, kv_heads, group, head_dim):
-    split = choose(BFLOAT, 1, nodes, kv_heads, group, head_dim, False, True, AT_A_TIME.get)
-    whole = dataclasses.replace(split, cluster=8, splits=1)
-    assert split.time(LONG_PREFIX + nodes) < 0.8 * whole.time(LONG_PREFIX + nodes)
-    assert all(split.time(prefix + nodes) <= SLOWER * whole.time(prefix + nodes) for prefix in OTHER_PREFIXES)
-    assert dataclasses.replace(split, split_from=7).threshold == 7
-
-
-def test_eval_times_the_variants_that_were_asked_for():
-    served = choose(BFLOAT, 1, 16, 8, 4, 128, False, True, AT_A_TIME.get)
-    asked = [splits_and_cluster(text) for text in ("1", "2", "8", "3x2", "17")]
-    variants = variants_of(served, asked, 8, AT_A_TIME.get)
-    assert [(variant.splits, variant.cluster) for variant in variants] == [(1, 8), (2, 6), (8, 2), (3, 2)]
-    assert variants[1] == served
+    assert variant.shared_bytes <= HOPPERS_SHARED_BYTES < 2 * variant.shared_bytes  # a multiprocessor runs one
+    blocks = math.prod(grid_of(variant, requests, nodes, kv_heads))
+    assert splits == 1 or blocks <= 132 and (splits == 32 or blocks + blocks // splits > 132)
 
 
 def test_triton_deals_out_what_does_not_run_at_once(monkeypatch):
     monkeypatch.setattr(cuda_kernel, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(cuda_kernel, "clusters_at_a_time", lambda device, size: AT_A_TIME[size])
+    monkeypatch.setattr(cuda_kernel, "blocks_at_once", lambda device: 132)
     cuda_kernel.chosen.cache_clear()
 
     def at_once(requests, nodes, heads=32, kv_heads=8):
@@ -371,35 +311,27 @@ def test_triton_deals_out_what_does_not_run_at_once(monkeypatch):
         ancestors = torch.empty(requests, nodes, 8, dtype=torch.int32, device="meta")
         return cuda_kernel.runs_at_once(q, torch.empty(1, kv_heads, 128, device="meta"), ancestors)
 
-    assert at_once(1, 16) and at_once(1, 64) and at_once(1, 256) and at_once(8, 16) and at_once(4, 64, kv_heads=4)
+    assert at_once(1, 16) and at_once(1, 64) and at_once(1, 256) and at_once(8, 16) and at_once(4, 64)
+    assert at_once(1, 256, heads=64, kv_heads=16)  # 128 blocks, none of which shares
     assert not at_once(8, 64) and not at_once(16, 16) and not at_once(4, 256)
-    assert cuda_kernel.chosen(0, BFLOAT, 1, 16, 8, 4, 128, False).splits == 2
+    assert cuda_kernel.chosen(0, BFLOAT, 1, 16, 8, 4, 128, False).splits == 16
     cuda_kernel.chosen.cache_clear()
 
 
 VARIANTS = [
-    Variant(dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, **FORMS[form])
-    for dtype, group, row_groups, cluster, capped, dependent, head_dim, forms in (
-        (BFLOAT, 4, 2, 7, False, False, 128, ("mma", "wgmma")),
-        (HALF, 4, 1, 8, False, True, 128, ("wgmma",)),
-        (BFLOAT, 16, 2, 4, True, False, 128, ("mma", "wgmma")),
-        (HALF, 1, 1, 1, False, False, 128, ("wgmma",)),
-        (BFLOAT, 6, 2, 8, False, False, 256, ("mma", "wgmma")),
-        (HALF, 8, 2, 4, True, True, 256, ("wgmma",)),
+    Variant(dtype, group, row_groups, splits, capped, head_dim=head_dim, **FORMS[form])
+    for dtype, group, row_groups, splits, capped, head_dim, forms in (
+        (BFLOAT, 4, 2, 8, False, 128, ("mma", "wgmma")),
+        (HALF, 4, 1, 16, False, 128, ("mma", "wgmma")),
+        (BFLOAT, 16, 2, 4, True, 128, ("mma", "wgmma")),
+        (HALF, 1, 1, 1, False, 128, ("mma", "wgmma")),
+        (BFLOAT, 8, 2, 32, False, 128, ("wgmma",)),
+        (BFLOAT, 6, 2, 11, False, 256, ("mma", "wgmma")),
+        (HALF, 8, 2, 4, True, 256, ("mma", "wgmma")),
+        (BFLOAT, 6, 2, 32, False, 256, ("mma", "wgmma")),
+        (HALF, 6, 2, 32, False, 256, ("wgmma",)),
     )
     for form in forms
-]
-VARIANTS += [
-    Variant(
-        dtype, group, row_groups, cluster, capped, dependent=dependent, head_dim=head_dim, splits=splits, **FORMS[form]
-    )
-    for dtype, group, row_groups, cluster, capped, dependent, head_dim, splits, form in (
-        (BFLOAT, 4, 1, 6, False, False, 128, 2, "wgmma"),
-        (BFLOAT, 4, 2, 6, False, False, 128, 2, "mma"),
-        (HALF, 4, 1, 1, True, True, 128, 8, "wgmma"),
-        (BFLOAT, 6, 2, 4, False, False, 256, 7, "wgmma"),
-        (BFLOAT, 6, 2, 4, False, False, 256, 7, "mma"),
-    )
 ]
 
 
@@ -433,9 +365,7 @@ def test_the_compiled_kernel_attends(entry, form):
     (heads, kv_heads), requests = case.heads, len(case.prefix)
     group, dim = heads // kv_heads, case.head_dim
     variant = cuda_kernel.chosen(0, case.dtype, requests, case.nodes, kv_heads, group, dim, False)
-    if entry[3] is None:
-        entry = (*entry[:3], variant.cluster, entry[4])
-    variant = variant_of(entry, splits=variant.splits, **FORMS[form])
+    variant = variant_of(entry, splits=entry[3] or variant.splits, **FORMS[form])
     assert_attention(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), inputs)
 
 
@@ -447,14 +377,12 @@ def test_the_compiled_kernel_serves_all_options(entry):
 
 
 @gpu
-@pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize("cluster, splits", [(4, 1), (6, 2), (3, 3), (2, 8), (1, 8)])
-def test_launches_in_graphs_follow_lengths(cluster, splits, dependent):
+@pytest.mark.parametrize("splits", [1, 2, 3, 16, 32])
+def test_launches_in_graphs_follow_lengths(splits):
     """Two graphs, which share scratch where there are splits; of each length the same bits again and again."""
-    entry = ((900, 40), 33, (8, 2), cluster, {})
+    entry = ((900, 40), 33, (8, 2), splits, {})
     inputs = inputs_of(entry, "cuda")
-    wgmma = nvrtc.architecture(0) == "sm_90a"
-    variant = variant_of(entry, wgmma=wgmma, dependent=dependent, splits=splits, split_from=300)
+    variant = variant_of(entry, wgmma=nvrtc.architecture(0) == "sm_90a")
     cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     for graph in graphs:
@@ -468,7 +396,7 @@ def test_launches_in_graphs_follow_lengths(cluster, splits, dependent):
         graphs[0].replay()
         expected = inputs["out"].clone()
         assert_attention(expected, inputs)
-        for _ in range(100):  # clusters come last in many orders
+        for _ in range(100):  # blocks come last in many orders
             inputs["out"].fill_(NAN)
             graphs[1].replay()
             assert torch.equal(inputs["out"].view(torch.int16), expected.view(torch.int16))
@@ -476,10 +404,19 @@ def test_launches_in_graphs_follow_lengths(cluster, splits, dependent):
 
 
 @gpu
+def test_more_blocks_than_run_at_once_are_refused():
+    """Those that wait would wait for ever."""
+    entry = ((3000,) * 16, 64, (32, 8), 2, {})
+    inputs = inputs_of(entry, "cuda")
+    with pytest.raises(Exception, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        cuda_kernel.tree_attention_cuda(**inputs, variant=variant_of(entry))
+
+
+@gpu
 def test_scratch_is_not_allocated_while_a_graph_is_captured():
     entry = ((40,), 9, (8, 2), 2, {})
     inputs = inputs_of(entry, "cuda")
-    variant = variant_of(entry, splits=2, split_from=1)
+    variant = variant_of(entry)
     cuda_kernel.tree_attention_cuda(**inputs, variant=variant)
     cuda_kernel._scratch.cache_clear()
     with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):

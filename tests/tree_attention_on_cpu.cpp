@@ -1,13 +1,13 @@
 // kernels/tree_attention/tree_attention.cu as a shared library that runs on the CPU.
 #include "cuda_on_cpu.h"
 
-#define CLUSTERED
-
 static float number(unsigned word, int half) { return HALF ? on_cpu::f16_half(word, half) : on_cpu::bf16_half(word, half); }
 static unsigned pack(float low, float high) {
     const auto round = HALF ? on_cpu::round_f16 : on_cpu::round_bf16;
     return round(low) | round(high) << 16;
 }
+static unsigned pack_half(float low, float high) { return on_cpu::round_f16(low) | on_cpu::round_f16(high) << 16; }
+static float2 unpack_half(unsigned pair) { return {on_cpu::f16_half(pair, 0), on_cpu::f16_half(pair, 1)}; }
 static unsigned shared_address(const void* pointer) {
     return unsigned(static_cast<const unsigned char*>(pointer) - on_cpu::shared_base());
 }
@@ -116,14 +116,6 @@ static void arrive_when_copied(unsigned long long* barrier) {  // copies land at
     copy_async_wait<0>();
     arrive_at(barrier);
 }
-static unsigned long long readers[16];  // a barrier of each block of a cluster
-static void readers_sync() {
-    unsigned long long& barrier = readers[on_cpu::running / on_cpu::block_threads];
-    if (!barrier) start_barrier(&barrier, 256);
-    const unsigned odd = reinterpret_cast<const Barrier&>(barrier).completed & 1;
-    arrive_at(&barrier);
-    wait_at(&barrier, odd);
-}
 static void wait_hidden(unsigned long long* barrier, unsigned odd) {
     shown[on_cpu::running] = false;
     wait_at(barrier, odd);
@@ -138,52 +130,49 @@ static void multiply_tiles(float (&c)[4], const unsigned (&a)[4], unsigned b0, u
     multiply_add(c, a, b0, b1, multiply_warp);
 }
 #endif
+static unsigned long long readers[on_cpu::MOST_WARPS];  // a barrier of each block
+static void readers_sync() {
+    unsigned long long& barrier = readers[on_cpu::running / on_cpu::block_threads];
+    if (!barrier) start_barrier(&barrier, 256);
+    const unsigned odd = reinterpret_cast<const Barrier&>(barrier).completed & 1;
+    arrive_at(&barrier);
+    wait_at(&barrier, odd);
+}
 static void expect_part();
-// No fiber gives way inside.
-static unsigned draw_ticket(unsigned* counter, unsigned last) {
+static void meet_with_part(unsigned* counter, unsigned blocks) {
     expect_part();
-    const unsigned before = *counter;
-    *counter = before >= last ? 0 : before + 1;
-    return before;
+    meet(counter, blocks);
 }
-static std::vector<bool> waited;
-static void wait_for_earlier_kernels() { waited[on_cpu::running] = true; }
-static void let_later_kernels_start() {
-    if (!waited[on_cpu::running]) on_cpu::fail("later kernels may start before the wait");
-}
-static void copy_in_turn(void* to, const void* from) {
-    if (DEPENDENT && !waited[on_cpu::running]) on_cpu::fail("a copy begins before the wait");
-    copy_async_16(to, from, true);
-}
-#define copy_async_16 copy_in_turn
+#define meet meet_with_part
+static void copy_whole_16(void* to, const void* from) { copy_async_16(to, from, true); }
+#define copy_async_16 copy_whole_16
 #include "tree_attention.cu"
-#undef copy_async_16
 
 static const AttentionArguments* given;
-// A warp has left its rows in scratch, which begins as NaN: another cluster may merge them as soon as it has the ticket.
+// A block has left its rows in scratch, which begins as NaN: others merge them when all have met.
 static void expect_part() {
-    const int cluster = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
-    const Part& part = reinterpret_cast<const Part*>(given->parts)[cluster];
-    const int rows = min(ROWS, int(given->nodes) * GROUP - blockIdx.x / (CLUSTER * SPLITS) * ROWS);
-    for (int row = blockIdx.x % CLUSTER + CLUSTER * (threadIdx.x / 32); row < rows; row += CLUSTER * WARPS) {
-        const float2 own = part.peak_and_total[row];
-        const float* sums = part.rows[row];
-        if (std::isnan(own.x) || std::isnan(own.y) || std::any_of(sums, sums + DIM, [](float x) { return std::isnan(x); }))
-            on_cpu::fail("a ticket is drawn before the part is in scratch");
-    }
+    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const Part& part = reinterpret_cast<const Part*>(given->parts)[block];
+    const int rows = min(ROWS, int(given->nodes) * GROUP - blockIdx.x / SPLITS * ROWS);
+    for (int row = 0; row < rows; ++row)
+        for (int i = 0; i < DIM / 2; ++i) {
+            const Note& note = part.notes[row];
+            unsigned first;
+            memcpy(&first, &part.rows[row][i], 4);
+            if (std::isnan(note.peak) || std::isnan(note.total) || std::isnan(note.unit) || first == ~0u)
+                on_cpu::fail("blocks meet before the part is in scratch");
+        }
 }
 
-// order: the grid's clusters, by number, as they run one after another.
+// order: of those that share their rows, by number, as they run one after another; each are SPLITS blocks together.
 extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_t shared_bytes, const int* grid,
                                       const int* order, const on_cpu::Range* readable, int ranges, bool reversed) {
     on_cpu::readable.assign(readable, readable + ranges);
     given = arguments;
     gridDim = {grid[0], grid[1], grid[2]};
-    const int across = grid[0] / CLUSTER;
+    const int across = grid[0] / SPLITS;
     for (int i = 0; i < across * grid[1] * grid[2]; ++i) {
-        blockIdx = {order[i] % across * CLUSTER, order[i] / across % grid[1], order[i] / across / grid[1]};
-        constexpr int threads = THREADS + 32 * COPIERS;
-        waited.assign(CLUSTER * threads, false);
-        on_cpu::run_cluster(CLUSTER, threads, shared_bytes, reversed, [&] { tree_attention(*arguments); });
+        blockIdx = {order[i] % across * SPLITS, order[i] / across % grid[1], order[i] / across / grid[1]};
+        on_cpu::run_cluster(SPLITS, THREADS + 32 * COPIERS, shared_bytes, reversed, [&] { tree_attention(*arguments); });
     }
 }

@@ -7,19 +7,11 @@ from pathlib import Path
 
 import torch
 from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
-from sgl_specflow.kernels.tree_attention.cuda_variant import (
-    DTYPES,
-    MOST_PORTABLE_CLUSTER,
-    THREADS,
-    Variant,
-    choose,
-    clusters_of,
-    grid_of,
-)
+from sgl_specflow.kernels.tree_attention.cuda_variant import DTYPES, Variant, choose, grid_of
 
 SOURCE = Path(__file__).with_name("tree_attention.cu")
 INDEX_DTYPES = (torch.int32, torch.int64)
-LEAST_CAPABILITY = (9, 0)  # clusters
+LEAST_CAPABILITY = (9, 0)
 HEAD_DIMS = (128, 256)
 MOST_GROUP, MOST_NODES, MOST_REQUESTS = 16, 256, 16
 HOPPERS_SHARED_BYTES = 227 << 10  # that a block may have
@@ -61,7 +53,7 @@ class AttentionArguments(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_double) for name in ("scale", "inner_scale", "v_scale")),
-        *((name, ctypes.c_int64) for name in ("parts", "tickets")),
+        *((name, ctypes.c_int64) for name in ("parts", "counters")),
     ]
 
 
@@ -141,9 +133,9 @@ def tree_attention_cuda(
     """The contract of `dispatch.tree_attention` where `supported` says so. depth is not read.
 
     One launch, no host synchronisation but at the first call of a variant and a shape, which compiles and allocates: call
-    once before a CUDA graph is captured. The same input gives the same bits. variant: `choose`'s. Where it has splits,
-    launches of one shape on a device share `_scratch`, and must not run at the same time: those of one stream, on which
-    any number of graphs may be replayed, never do.
+    once before a CUDA graph is captured. The same input gives the same bits. variant: `chosen`'s. Where it has splits,
+    launches of one shape on a device share `_scratch`, and must not run at the same time: those of one stream, on which any
+    number of graphs may be replayed, never do.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -168,12 +160,19 @@ def tree_attention_cuda(
         k_scale,
         v_scale,
         out,
-        _scratch(device, *scratch_sizes(variant, grid)) if variant.splits > 1 else (None, None),
+        _scratch(device, *scratch_bytes(variant, grid)) if variant.splits > 1 else (None, None),
     )
     with torch.cuda.device(device):
         kernels, stream = _load(variant, device), torch.cuda.current_stream().cuda_stream
-        ahead = variant.dependent and torch.cuda.is_current_stream_capturing()
-        kernels.launch("tree_attention", grid, variant.threads, variant.shared_bytes, stream, arguments, ahead)
+        kernels.launch(
+            "tree_attention",
+            grid,
+            variant.threads,
+            variant.shared_bytes,
+            stream,
+            arguments,
+            together=variant.splits > 1,
+        )
     return out
 
 
@@ -194,7 +193,7 @@ def attention_arguments(
     scratch=(None, None),
 ) -> AttentionArguments:
     """The kernel's argument, which keeps no reference to the tensors; all must outlive the launch. scratch: parts and
-    tickets, of `scratch_sizes`, for a variant with splits."""
+    counters, of `scratch_bytes`, for a variant with splits."""
     tensors = (q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sinks, out)
     inner_scale = scale * k_scale
     return AttentionArguments(
@@ -211,27 +210,26 @@ def attention_arguments(
     )
 
 
-def scratch_sizes(variant: Variant, grid: tuple[int, int, int]) -> tuple[int, int]:
-    """float32 numbers of parts, one of a cluster, and int32 tickets, one of a warp and those that have its rows in other
-    clusters."""
-    clusters = math.prod(grid) // variant.cluster
-    return clusters * variant.part_floats, clusters // variant.splits * variant.cluster * (THREADS // 32)
+def scratch_bytes(variant: Variant, grid: tuple[int, int, int]) -> tuple[int, int]:
+    """Of parts, one of a block, and of counters, two numbers of the blocks that share rows."""
+    blocks = math.prod(grid)
+    return blocks * variant.part_bytes, blocks // variant.splits * 8
 
 
 @functools.cache
-def _scratch(device: int, num_floats: int, num_tickets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts and tickets of a device's launches of these sizes, never freed: graphs hold the addresses. Every launch leaves
-    tickets at 0 and reads of parts only what it wrote, so launches one after another need nothing in between."""
+def _scratch(device: int, part_bytes: int, counter_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and counters of a device's launches of these sizes, never freed: graphs hold the addresses. Every launch leaves
+    counters as the next needs them and reads of parts only what it wrote."""
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "tree_attention: the first call of a shape allocates scratch, and a CUDA graph is being captured; call "
                 "once with the same shapes before the capture"
             )
-        parts = torch.empty(num_floats, dtype=torch.float32, device="cuda")
-        tickets = torch.zeros(num_tickets, dtype=torch.int32, device="cuda")
-        torch.cuda.current_stream().synchronize()  # other streams find tickets at 0
-    return parts, tickets
+        parts = torch.empty(part_bytes, dtype=torch.uint8, device="cuda")
+        counters = torch.zeros(counter_bytes, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()  # other streams find counters at 0
+    return parts, counters
 
 
 @functools.cache
@@ -246,40 +244,30 @@ def chosen(
     capped: bool,
 ) -> Variant:
     """`choose`'s for a device."""
-    wgmma, at_a_time = architecture(device) == "sm_90a", functools.partial(clusters_at_a_time, device)
-    return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, at_a_time)
+    wgmma = architecture(device) == "sm_90a"
+    return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, blocks_at_once(device))
+
+
+@functools.cache
+def blocks_at_once(device: int) -> int:
+    """A multiprocessor runs one: its shared memory is not enough for two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def runs_at_once(q: torch.Tensor, k_pool: torch.Tensor, ancestors: torch.Tensor, logit_cap: float = 0.0) -> bool:
-    """Whether all blocks of the chosen variant run together. Where they do not, the Triton kernel, which deals tiles out
-    evenly, is the faster one: 99 us against 110 for 8 requests of 64 nodes at 4096 tokens."""
+    """Whether all blocks of the chosen variant run together, and two or more share each of several requests, so that a long
+    one among short ones is not one block's work. Else the Triton kernel, which deals tiles out evenly, serves."""
     (num_requests, num_nodes), num_kv_heads, device = ancestors.shape[:2], k_pool.shape[1], q.device.index
     group = q.shape[1] // num_kv_heads
     variant = chosen(device, q.dtype, num_requests, num_nodes, num_kv_heads, group, q.shape[2], logit_cap > 0)
-    clusters = clusters_of(variant, num_requests, num_nodes, num_kv_heads)
-    return clusters <= clusters_at_a_time(device, variant.cluster)
-
-
-@functools.cache
-def clusters_at_a_time(device: int, cluster: int) -> int:
-    """How many clusters of a size the device runs together, a block a multiprocessor: parts of the chip (GPCs) have
-    unlike numbers of these, and a cluster lies in one part. An empty kernel of the same needs is asked about."""
-    with torch.cuda.device(device):
-        return _probe(device).clusters_at_a_time("probe", cluster, THREADS, HOPPERS_SHARED_BYTES)
-
-
-@functools.cache
-def _probe(device: int) -> LoadedKernels:
-    torch.cuda.current_stream().synchronize()
-    source = 'extern "C" __global__ void probe() {}'
-    return LoadedKernels(compile_cubin("cluster_probe", source, {}, {}, architecture(device)))
+    blocks = math.prod(grid_of(variant, num_requests, num_nodes, num_kv_heads))
+    return blocks <= blocks_at_once(device) and variant.splits >= min(num_requests, 2)
 
 
 @functools.cache
 def _load(variant: Variant, device: int) -> LoadedKernels:
     torch.cuda.current_stream().synchronize()  # makes the device's context current before the driver loads into it
-    cubin = compile_for(variant, architecture(device))
-    return LoadedKernels(cubin, large_clusters=variant.cluster > MOST_PORTABLE_CLUSTER)
+    return LoadedKernels(compile_for(variant, architecture(device)))
 
 
 def compile_for(variant: Variant, target: str) -> bytes:

@@ -2,22 +2,22 @@
 // cuda_kernel.py; dispatch.py has the contract).
 //
 // A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are
-// (node, head) pairs of one kv head. A cluster of CLUSTER blocks shares the tiles of the same rows: which block takes
-// which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths. At the end each block leaves its
-// sums in its own shared memory, and all blocks of the cluster merge a part of the rows, reading each other's: nothing
-// goes through global memory. A block without tiles has nothing to add and helps to merge.
+// (node, head) pairs of one kv head. SPLITS blocks have the same rows and share the tiles, as many of them as there are tiles
+// at most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths.
 //
-// With SPLITS > 1 so many clusters share the tiles of a request that has SPLIT_FROM keys or more; of a shorter one the
-// first cluster does all, and the others end at once. Each cluster leaves the merged, unnormalised sums, peaks and totals of
-// its rows in scratch in global memory. Warp w of block b has the same rows in all of these clusters, and one ticket counter
-// for them: who draws the last ticket merges, in the order of the clusters, so that the bits do not depend on who that is.
-// Nobody waits for another cluster, so they need not run together. A counter wraps to 0 with its last ticket: the next launch
-// finds it as this one did.
+// At the end each block leaves the sums, peaks and totals of its rows in scratch in global memory, waits until all that share
+// its rows have done so, and merges a part of the rows, in the order of the blocks: the bits do not depend on who comes last.
+// Who waits must not keep from running whom it waits for: cuda_kernel.py launches no more blocks than the device runs together,
+// cooperatively. Through shared memory of a cluster the same took longer, since clusters of most sizes leave a quarter of the
+// chip idle, and what a block reads of another's shared memory comes at some 12 bytes a clock.
 //
-// Why the last sees all parts: a warp's lanes write theirs, and __syncwarp orders these before lane 0's ticket, an atomic
-// release at GPU scope. The last ticket, an acquire, reads what the one before wrote, and so on down to the first: what was
-// written before any of them happens before it, and __syncwarp passes that on to the lanes that read. The next launch on the
-// stream, of the same scratch, writes behind the end of this one.
+// Why a block sees all parts: its threads write theirs and meet at a barrier of the block, behind which one thread arrives at
+// the counter, an atomic release and acquire at GPU scope; the last to arrive ends the wait by a release of the generation, which
+// the waiting threads acquire, and another barrier of the block passes that on. Launches share a counter, which is 0 again at
+// the end of each, and must not run at the same time.
+//
+// Of bfloat16, parts are float16, scaled by a power of two to the greatest of their row: an eighth of the error of the result's
+// rounding. Of float16 they are float32.
 //
 // What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
 // later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
@@ -29,7 +29,8 @@
 //
 // A block has two groups of four warps; a warp has 16 rows, its lanes hold what the operands and results of both
 // m16n8k16 and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on,
-// the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split.
+// the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split, whose
+// sums the second group gives to the first through shared memory.
 //
 // With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has
 // two turns, and ROW_GROUPS is always 2.
@@ -41,18 +42,10 @@
 // are mma.sync, all warps copy, and they meet once a turn.
 //
 // Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
-// 2), CLUSTER (1 to 16, any number), SPLITS (1 to 32) and SPLIT_FROM, STAGES (turns that the ring holds, or units), CAPPED
-// (whether logits are capped), WGMMA, DEPENDENT and SHARED_BYTES (what cuda_kernel.py gives a block).
-//
-// With DEPENDENT the kernel may be launched while the one before it runs. It waits for that before it reads or writes
-// anything, and lets later ones start behind its wait: fp8_linear.cu says what that rests on.
+// 2), SPLITS (1 to 32), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped), WGMMA and
+// SHARED_BYTES (what cuda_kernel.py gives a block).
 #ifndef CUDA_ON_CPU
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -94,6 +87,19 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
 #endif
     return pair;
+}
+// Two numbers rounded to float16, and back.
+__device__ __forceinline__ unsigned pack_half(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ float2 unpack_half(unsigned pair) {
+    float2 x;
+    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(x.x), "=f"(x.y)
+        : "r"(pair));
+    return x;
 }
 #if HALF
 #define DTYPE "f16"
@@ -162,6 +168,8 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
+// Where the THREADS that attend meet.
+__device__ __forceinline__ void readers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 #if WGMMA
 // A barrier in shared memory that `arrivals` threads complete, over and over; those who wait see what was done before.
 __device__ __forceinline__ void start_barrier(unsigned long long* barrier, int arrivals) {
@@ -185,8 +193,6 @@ __device__ __forceinline__ void wait_at(unsigned long long* barrier, unsigned od
 __device__ __forceinline__ void arrive_when_copied(unsigned long long* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Where the THREADS that attend meet.
-__device__ __forceinline__ void readers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 template <int MOST>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST));
@@ -197,48 +203,19 @@ __device__ __forceinline__ void take_registers() {
 }
 #endif
 #if SPLITS > 1
-// How many tickets of a counter were drawn before; the one with `last` before it sets the counter to 0.
-__device__ __forceinline__ unsigned draw_ticket(unsigned* counter, unsigned last) {
-    unsigned before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
-    return before;
-}
-#endif
-#if DEPENDENT
-__device__ __forceinline__ void let_later_kernels_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#endif
-#if CLUSTER > 1
-// Meeting point of a cluster's threads; what they wrote to shared memory before is seen by all behind it.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// What block `rank` of the cluster has at this block's shared address; these may be under way together.
-__device__ __forceinline__ unsigned address_of_block(const void* pointer, int rank) {
-    unsigned address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
-    return address;
-}
-__device__ __forceinline__ float2 load_of_block(const float2* pointer, int rank) {
-    float2 value;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(value.x), "=f"(value.y)
-                 : "r"(address_of_block(pointer, rank)));
-    return value;
-}
-__device__ __forceinline__ float4 load_of_block(const float4* pointer, int rank) {
-    float4 value;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address_of_block(pointer, rank)));
-    return value;
-}
-#else
-template <class T>
-__device__ __forceinline__ T load_of_block(const T* pointer, int) {
-    return *pointer;
+// One thread of each of `blocks` blocks waits here for the others. counter: arrivals, 0 before and after, and a generation.
+__device__ __forceinline__ void meet(unsigned* counter, unsigned blocks) {
+    unsigned generation, before, now;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(generation) : "l"(counter + 1) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    if (before == blocks - 1) {
+        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
+        asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter + 1), "r"(generation + 1) : "memory");
+        return;
+    }
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter + 1) : "memory");
+    } while (now == generation);
 }
 #endif
 #endif
@@ -261,8 +238,8 @@ struct AttentionArguments {
     double scale;  // of logits, to base 2; where they are capped: of tanh(inner_scale * logits)
     double inner_scale;
     double v_scale;
-    i64 parts;    // Part [clusters], with SPLITS > 1
-    i64 tickets;  // unsigned [clusters / SPLITS, CLUSTER, WARPS], all 0 before and after a launch
+    i64 parts;     // Part [blocks], with SPLITS > 1
+    i64 counters;  // unsigned [blocks / SPLITS, 2]: see meet
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
@@ -273,7 +250,6 @@ constexpr int LANE_KEYS = 32 / PIECES;                              // that a wa
 constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
-constexpr int SUM_STRIDE = DIM + 8;        // numbers; rows at different banks
 constexpr int WARP_KEYS = TURN / COPYING_WARPS;
 constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
@@ -292,9 +268,8 @@ struct Turn {
 struct Unit {  // of a pipeline: keys or values of a turn, in turn
     Tile tiles[KEY_GROUPS];
 };
-struct Sums {  // over the ring, when it is done
-    float rows[KEY_GROUPS][ROWS][SUM_STRIDE];
-    float2 peak_and_total[KEY_GROUPS][ROWS];
+struct Sums {  // of a key group, as lanes have them; over the ring, when it is done
+    float numbers[4][DIM / 2 + 4][32];
 };
 struct Shared {
     union {
@@ -312,10 +287,22 @@ struct Shared {
 #endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
-struct Part {  // of a row block: what a cluster adds
-    float rows[ROWS][DIM];
-    float2 peak_and_total[ROWS];
+#if HALF
+typedef float2 Pair;
+typedef float4 Four;
+#else
+typedef unsigned Pair;
+typedef uint2 Four;
+#endif
+// What a block has of its rows: the greatest logit, the weights' sum, and what the numbers of `rows` are to be multiplied by.
+struct Note {
+    float peak, total, unit, unused;
 };
+struct Part {
+    Pair rows[ROWS][DIM / 2];
+    Note notes[ROWS];
+};
+static_assert(sizeof(Part) == PART_BYTES, "cuda_kernel.py gives a block the source's Part");
 
 // What all lanes of a warp have; the compiler does not know, and moves operands of wgmma from register to register.
 __device__ __forceinline__ int uniform(int x) { return WGMMA ? __shfl_sync(~0u, x, 0) : x; }
@@ -363,6 +350,15 @@ struct Block {
         return reinterpret_cast<char*>(base) + u64(token) * unsigned(token_stride) +
                u64(head * GROUP + at % GROUP) * unsigned(head_stride);
     }
+    __device__ __forceinline__ char* out_row(int row) const {
+        return row_of(arguments.out, arguments.out_token, arguments.out_head, row);
+    }
+    // The logit of a row's sink, base 2.
+    __device__ __forceinline__ float sink(int row) const {
+        if (!arguments.sinks) return __uint_as_float(MINUS_INFINITY);
+        return reinterpret_cast<const float*>(arguments.sinks)[head * GROUP + unsigned(first_row + row) % GROUP] *
+               1.4426950408889634f;
+    }
 
     // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
     __device__ __forceinline__ int read_slot(int first_key) const {
@@ -392,8 +388,6 @@ struct Block {
             copy_async_16(place(values.block, first % TILE + key, piece), own_v + u64(slots[i]) * v_slot);
         }
     }
-    __device__ __forceinline__ void wait_for_unit(int) const {}
-    __device__ __forceinline__ void free_unit(int) const {}
 #else
     __device__ __forceinline__ void copy_unit(Unit& unit, const char* from, unsigned stride, int own_slot) const {
         const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
@@ -636,32 +630,65 @@ struct Rows {
 #endif
     }
 
-    // A tile, the block's turn `turn`.
-    template <bool MASKED>
-    __device__ __forceinline__ void attend(const Block& block, int turn, Tile& keys, Tile& values, const u64 (&seen)[2],
-                                           float scale, float inner_scale) {
-        float logits[TILE / 8][4], decay[2];
-        bool grown;
-        block.wait_for_unit(turn * 2);
-        multiply_keys(logits, keys);
 #if WGMMA
+    // The group's tiles, `turns` of them. A tile's logits are multiplied, and then the values of the one before: their product
+    // is under way while the logits become weights.
+    template <class Ring, class Seen>
+    __device__ __forceinline__ void attend_all(const Block& block, int turns, const Ring& ring, const Seen& seen_at, float scale,
+                                               float inner_scale) {
+        float logits[TILE / 8][4];
+        if (turns <= 0) return;
+        block.wait_for_unit(0);
+        multiply_keys(logits, ring(0));
         wait_for_products<0>();
-        hold(logits);
-#endif
-        block.free_unit(turn * 2);
-        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
-        take_weights(logits, decay, grown);
-        block.wait_for_unit(turn * 2 + 1);
-        add_values(values);
-        end_values();
-        block.free_unit(turn * 2 + 1);
-    }
-    __device__ __forceinline__ void end_values() {
-#if WGMMA
+        take_tile(block, 0, logits, seen_at, scale, inner_scale, false);
+        for (int turn = 1; turn < turns; ++turn) {
+            block.wait_for_unit(turn * 2);
+            multiply_keys(logits, ring(turn * 2));
+            block.wait_for_unit(turn * 2 - 1);
+            add_values(ring(turn * 2 - 1));
+            wait_for_products<1>();
+            take_tile(block, turn, logits, seen_at, scale, inner_scale, true);
+        }
+        block.wait_for_unit(turns * 2 - 1);
+        add_values(ring(turns * 2 - 1));
         wait_for_products<0>();
         hold_sums();
-#endif
+        block.free_unit(turns * 2 - 1);
     }
+    // A tile's logits to weights; behind `values` of the tile before, which are done with then.
+    template <class Seen>
+    __device__ __forceinline__ void take_tile(const Block& block, int turn, float (&logits)[TILE / 8][4], const Seen& seen_at,
+                                              float scale, float inner_scale, bool values) {
+        float decay[2];
+        bool grown;
+        u64 seen[2] = {};
+        hold(logits);
+        block.free_unit(turn * 2);
+        if (seen_at(turn, seen))
+            weigh<true>(logits, decay, grown, seen, scale, inner_scale);
+        else
+            weigh<false>(logits, decay, grown, seen, scale, inner_scale);
+        if (values) {
+            wait_for_products<0>();
+            hold(weights);
+            hold_sums();
+            block.free_unit(turn * 2 - 1);
+        }
+        take_weights(logits, decay, grown);
+    }
+#else
+    // A tile.
+    template <bool MASKED>
+    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
+        float logits[TILE / 8][4], decay[2];
+        bool grown;
+        multiply_keys(logits, keys);
+        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
+        take_weights(logits, decay, grown);
+        add_values(values);
+    }
+#endif
     __device__ __forceinline__ void hold_sums() {
 #if WGMMA
 #pragma unroll
@@ -669,141 +696,176 @@ struct Rows {
 #endif
     }
 
-    // To shared memory, for the merge.
-    __device__ __forceinline__ void leave(Sums& left, int key_group, int first) {
+    // Sums of other keys, of the group that has the same rows: through shared memory.
+    __device__ __forceinline__ void give(float (*numbers)[32]) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) numbers[n * 4 + i][lane] = sums[n / 16][n % 16][i];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            numbers[DIM / 2 + i][lane] = peak[i];
+            numbers[DIM / 2 + 2 + i][lane] = total[i];
+        }
+    }
+    __device__ __forceinline__ void add(const float (*numbers)[32]) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float other = numbers[DIM / 2 + i][lane], most = fmaxf(peak[i], other);
+            const float base = most == __uint_as_float(MINUS_INFINITY) ? 0.0f : most;
+            const float share = exp2_approx(peak[i] - base), others = exp2_approx(other - base);
+            peak[i] = most;
+            total[i] = total[i] * share + numbers[DIM / 2 + 2 + i][lane] * others;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& sum = sums[n / 16][n % 16][i * 2 + c];
+                    sum = sum * share + numbers[n * 4 + i * 2 + c][lane] * others;
+                }
+        }
+    }
+    // Of row lane / 4 + 8 i, the sum of weights that lanes share.
+    __device__ __forceinline__ float whole(int i) const {
+        const float half = total[i] + __shfl_xor_sync(~0u, total[i], 1);
+        return half + __shfl_xor_sync(~0u, half, 2);
+    }
+    // To scratch, for the merge.
+    __device__ __forceinline__ void leave(Part& part, int first) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = first + lane / 4 + i * 8;
+            Note note = {peak[i], whole(i), 1.0f, 0.0f};
+#if !HALF
+            float most = 0.0f;
 #pragma unroll
             for (int n = 0; n < DIM / 8; ++n)
-                *reinterpret_cast<float2*>(&left.rows[key_group][row][n * 8 + lane % 4 * 2]) = {
-                    sums[n / 16][n % 16][i * 2], sums[n / 16][n % 16][i * 2 + 1]};
-            total[i] += __shfl_xor_sync(~0u, total[i], 1);
-            total[i] += __shfl_xor_sync(~0u, total[i], 2);
-            if (lane % 4 == 0) left.peak_and_total[key_group][row] = {peak[i], total[i]};
+                most = fmaxf(most, fmaxf(fabsf(sums[n / 16][n % 16][i * 2]), fabsf(sums[n / 16][n % 16][i * 2 + 1])));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            constexpr unsigned HALFS_EXPONENT = 14;  // numbers below 2^15
+            const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);  // of 2, and 127; unit stays normal
+            const float scale = __uint_as_float((127 + HALFS_EXPONENT + 127 - exponent) << 23);
+            note.unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
+#endif
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n) {
+                const float low = sums[n / 16][n % 16][i * 2], high = sums[n / 16][n % 16][i * 2 + 1];
+#if HALF
+                part.rows[row][n * 4 + lane % 4] = {low, high};
+#else
+                part.rows[row][n * 4 + lane % 4] = pack_half(low * scale, high * scale);
+#endif
+            }
+            if (lane % 4 == 0) part.notes[row] = note;
+        }
+    }
+    // To out, where no other block has keys.
+    __device__ __forceinline__ void finish(const Block& block, int first) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = first + lane / 4 + i * 8;
+            const float sink = block.sink(row), own = whole(i), most = fmaxf(peak[i], sink);
+            const float base = most == __uint_as_float(MINUS_INFINITY) ? 0.0f : most, share = exp2_approx(peak[i] - base);
+            const float sum = own * share + exp2_approx(sink - base);
+            const float factor = sum > 0.0f ? share * float(block.arguments.v_scale) / sum : 0.0f;
+            if (!block.row_exists(row)) continue;
+            unsigned* out = reinterpret_cast<unsigned*>(block.out_row(row));
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+                out[n * 4 + lane % 4] = pack(sums[n / 16][n % 16][i * 2] * factor, sums[n / 16][n % 16][i * 2 + 1] * factor);
         }
     }
 };
 
-// What is added up: by key group and block, in the shared memory of the cluster.
-struct OfBlocks {
-    static constexpr int COUNT = CLUSTER * KEY_GROUPS;
-    const Sums& sums;
-
-    __device__ __forceinline__ float2 peak_and_total(int part, int row) const {
-        return load_of_block(&sums.peak_and_total[part % KEY_GROUPS][row], part / KEY_GROUPS);
-    }
-    __device__ __forceinline__ float4 columns(int part, int row, int four) const {
-        return load_of_block(reinterpret_cast<const float4*>(sums.rows[part % KEY_GROUPS][row]) + four, part / KEY_GROUPS);
-    }
-};
-// Or by cluster, in scratch.
-struct OfClusters {
-    static constexpr int COUNT = SPLITS;
-    const Part* parts;
-
-    __device__ __forceinline__ float2 peak_and_total(int part, int row) const { return parts[part].peak_and_total[row]; }
-    __device__ __forceinline__ float4 columns(int part, int row, int four) const {
-        return reinterpret_cast<const float4*>(parts[part].rows[row])[four];
-    }
-};
-constexpr int MERGED_ROWS = (ROWS + CLUSTER * WARPS - 1) / (CLUSTER * WARPS);  // a warp
-
-// Adds up the parts of rows `first`, first + CLUSTER * WARPS and so on, AT_ONCE of them, by a warp: lane p has part p's peak
-// and total of a row, and each lane four columns of each 128 of the result. That goes to `sum`, or to out where it is null.
-template <int AT_ONCE, class Parts>
-__device__ __forceinline__ void merge_rows(const Block& block, int first, const Parts& from, Part* sum) {
-    constexpr int PARTS = Parts::COUNT, READS = PARTS * (DIM / 128);  // of 16 bytes a lane, a row
-    static_assert(PARTS <= 32, "a lane has one part");
-    const AttentionArguments& arguments = block.arguments;
+#if SPLITS > 1
+static_assert(SPLITS <= 32, "a lane has one part");
+__device__ __forceinline__ float4 numbers_of(const Four& four) {
+#if HALF
+    return four;
+#else
+    const float2 low = unpack_half(four.x), high = unpack_half(four.y);
+    return {low.x, low.y, high.x, high.y};
+#endif
+}
+// Adds up the parts of rows `first`, first + step and so on, AT_ONCE of them, by a warp: lane p has part p's note of a row, and
+// each lane four columns of each 128 of the result.
+template <int AT_ONCE>
+__device__ __forceinline__ void merge_rows(const Block& block, const Part* parts, int blocks, int first, int step) {
     const int lane = threadIdx.x % 32;
-    const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(arguments.v_scale);
-    float2 own[AT_ONCE];
-    float4 parts[AT_ONCE][READS];
-    float sinks[AT_ONCE];
+    const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(block.arguments.v_scale);
+    Note notes[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = min(first + i * CLUSTER * WARPS, ROWS - 1);
-        own[i] = {minus_infinity, 0.0f};
-        if (lane < PARTS) own[i] = from.peak_and_total(lane, row);
-#pragma unroll
-        for (int read = 0; read < READS; ++read)
-            parts[i][read] = from.columns(read % PARTS, row, read / PARTS * 32 + lane);
-        sinks[i] = minus_infinity;
-        if (arguments.sinks && !sum)
-            sinks[i] = reinterpret_cast<const float*>(
-                           arguments.sinks)[block.head * GROUP + unsigned(block.first_row + row) % GROUP] *
-                       1.4426950408889634f;
+        notes[i] = {minus_infinity, 0.0f, 0.0f, 0.0f};
+        if (lane < blocks) notes[i] = parts[lane].notes[min(first + i * step, ROWS - 1)];
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = first + i * CLUSTER * WARPS;
-        float peak = fmaxf(own[i].x, sinks[i]);
+    for (int column = 0; column < DIM / 128; ++column) {
+        Four fours[AT_ONCE][SPLITS] = {};
 #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-        if (peak == minus_infinity) peak = 0.0f;
-        const float weight = exp2_approx(own[i].x - peak);
-        float total = own[i].y * weight;
+        for (int i = 0; i < AT_ONCE; ++i)
 #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
-        total += exp2_approx(sinks[i] - peak);
-        const float factor = total > 0.0f ? v_scale / total : 0.0f;
-        if (sum && lane == 0 && row < ROWS && block.row_exists(row))
-            sum->peak_and_total[row] = {total > 0.0f ? peak : minus_infinity, total};
+            for (int part = 0; part < SPLITS; ++part)
+                if (part < blocks)
+                    fours[i][part] = reinterpret_cast<const Four*>(
+                        parts[part].rows[min(first + i * step, ROWS - 1)])[column * 32 + lane];
 #pragma unroll
-        for (int column = 0; column < DIM / 128; ++column) {
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int row = first + i * step;
+            const float sink = block.sink(row);
+            float peak = fmaxf(notes[i].peak, sink);
+#pragma unroll
+            for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
+            if (peak == minus_infinity) peak = 0.0f;
+            const float weight = exp2_approx(notes[i].peak - peak), share = weight * notes[i].unit;
+            float total = notes[i].total * weight;
+#pragma unroll
+            for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
+            total += exp2_approx(sink - peak);
+            const float factor = total > 0.0f ? v_scale / total : 0.0f;
             float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                const float share = __shfl_sync(~0u, weight, part);
-                const float4 own_part = parts[i][column * PARTS + part];
-                mixed.x = fmaf(share, own_part.x, mixed.x);
-                mixed.y = fmaf(share, own_part.y, mixed.y);
-                mixed.z = fmaf(share, own_part.z, mixed.z);
-                mixed.w = fmaf(share, own_part.w, mixed.w);
+            for (int part = 0; part < SPLITS; ++part) {
+                const float own_share = __shfl_sync(~0u, share, part);
+                const float4 own = numbers_of(fours[i][part]);
+                mixed.x = fmaf(own_share, own.x, mixed.x);
+                mixed.y = fmaf(own_share, own.y, mixed.y);
+                mixed.z = fmaf(own_share, own.z, mixed.z);
+                mixed.w = fmaf(own_share, own.w, mixed.w);
             }
-            if (row < ROWS && block.row_exists(row)) {
-                if (sum) {
-                    reinterpret_cast<float4*>(sum->rows[row])[column * 32 + lane] = mixed;
-                } else {
-                    char* out = block.row_of(arguments.out, arguments.out_token, arguments.out_head, row);
-                    reinterpret_cast<uint2*>(out)[column * 32 + lane] = {pack(mixed.x * factor, mixed.y * factor),
-                                                                         pack(mixed.z * factor, mixed.w * factor)};
-                }
-            }
+            if (row < ROWS && block.row_exists(row))
+                reinterpret_cast<uint2*>(block.out_row(row))[column * 32 + lane] = {
+                    pack(mixed.x * factor, mixed.y * factor), pack(mixed.z * factor, mixed.w * factor)};
         }
     }
 }
-// All of the warp's rows, of which block `rank` of a cluster has every CLUSTER-th.
-template <class Parts>
-__device__ __forceinline__ void merge(const Block& block, int rank, int warp, const Parts& from, Part* sum) {
-    constexpr int READS = Parts::COUNT * (DIM / 128);
-    constexpr int AT_ONCE = MERGED_ROWS * READS <= 16 ? MERGED_ROWS : READS <= 16 ? 16 / READS : 1;  // reads under way
-    for (int i = 0; i < MERGED_ROWS; i += AT_ONCE) {
-        const int row = rank + CLUSTER * (warp + WARPS * i);
-        if (row < ROWS && block.row_exists(row)) merge_rows<AT_ONCE>(block, row, from, sum);
-    }
+// The block's rows, of which block `rank` of `blocks` has every blocks-th, and a warp every WARPS-th of these.
+__device__ __forceinline__ void merge(const Block& block, const Part* parts, int blocks, int rank, int warp) {
+    constexpr int MOST = HALF || !WGMMA ? 16 : 32, AT_ONCE = SPLITS < MOST ? MOST / SPLITS : 1;  // reads of a lane under way
+    const int step = blocks * WARPS;
+    for (int row = rank + blocks * warp; row < ROWS && block.row_exists(row); row += step * AT_ONCE)
+        merge_rows<AT_ONCE>(block, parts, blocks, row, step);
 }
+#endif
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_attention(const AttentionArguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_attention(const AttentionArguments arguments) {
     DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int warp = uniform(threadIdx.x / 32), rank = blockIdx.x % CLUSTER;
+    const int warp = uniform(threadIdx.x / 32), rank = blockIdx.x % SPLITS;
     const int row_group = ROW_GROUPS == 2 ? warp / 4 : 0, key_group = KEY_GROUPS == 2 ? warp / 4 : 0;
     const int own_row = row_group * 64 + warp % 4 * 16;
-    const int split = int(blockIdx.x) / CLUSTER % SPLITS;
-    Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / (CLUSTER * SPLITS) * ROWS,
+    Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / SPLITS * ROWS,
                    int(arguments.nodes), 0, 0, nullptr, nullptr};
-#if DEPENDENT
-    wait_for_earlier_kernels();
-    let_later_kernels_start();
-#endif
     const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
     block.begin = bounds[0];
     block.length = uniform(bounds[1] - block.begin);
-    const bool shares = SPLITS > 1 && block.length + block.nodes >= SPLIT_FROM;  // its keys, as all its clusters find
-    if (split > 0 && !shares) return;
+    const int tiles = (block.length + block.nodes + TILE - 1) / TILE, blocks = min(tiles, SPLITS);
+    if (rank >= blocks) return;
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
@@ -816,24 +878,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #else
     block.copy_queries();
 #endif
-    const int tiles = (block.length + block.nodes + TILE - 1) / TILE;
     // Whole tiles a block, so that those of the prefix stay without a mask.
-    const auto tiles_before = [&](int block_of_cluster) {
-        return shares ? int(i64(tiles) * (split * CLUSTER + block_of_cluster) / (CLUSTER * SPLITS))
-                      : int(i64(tiles) * block_of_cluster / CLUSTER);
-    };
-    const int first_tile = tiles_before(rank), last_tile = tiles_before(rank + 1);
+    const int first_tile = int(i64(tiles) * rank / blocks), last_tile = int(i64(tiles) * (rank + 1) / blocks);
 #if WGMMA
     if (warp >= WARPS) {
         give_registers<56>();
         block.copy_all(first_tile, last_tile);
-        __syncthreads();
-#if CLUSTER > 1
-        cluster_sync();
-        cluster_sync();
-#else
-        __syncthreads();
-#endif
         return;
     }
     take_registers<224>();
@@ -842,8 +892,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
     if (last_tile * TILE > block.length) block.read_ancestors();
     __syncthreads();  // barriers are there
 #endif
-    const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
 #if !WGMMA
+    const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
     const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
     int slots[STAGES + 1];
@@ -870,8 +920,23 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
 #else
     int stage = 0, free_stage = 0;
 #endif
+    // Whether a tile has nodes; then, which of its keys the thread's two rows see.
+    const auto seen_of = [&](int tile, u64(&seen)[2]) {
+        const bool masked = (tile + 1) * TILE > block.length;
+        if (masked) {
+            const int row = own_row + threadIdx.x % 32 / 4;
+            seen[0] = block.visible(row, tile * TILE);
+            seen[1] = block.visible(row + 8, tile * TILE);
+        }
+        return masked;
+    };
+#if WGMMA
+    rows.attend_all(
+        block, has_rows ? (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS : 0,
+        [&](int unit) -> Tile& { return shared.ring[unit % STAGES].tiles[key_group]; },
+        [&](int turn, u64(&seen)[2]) { return seen_of(first_tile + turn * KEY_GROUPS + key_group, seen); }, scale, inner_scale);
+#else
     for (int turn = 0; turn < turns; ++turn) {
-#if !WGMMA
         if (turn == 0)
             copy_async_wait<STAGES - 1>();
         else
@@ -885,56 +950,38 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32 * COPIERS, 1
             free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
         }
         if (turn == 0) rows.load_queries(shared, own_row);
-#endif
         const int tile = first_tile + turn * KEY_GROUPS + key_group;
         if (has_rows && tile < last_tile) {
-#if WGMMA
-            Tile& keys = shared.ring[turn * 2 % STAGES].tiles[key_group];
-            Tile& values = shared.ring[(turn * 2 + 1) % STAGES].tiles[key_group];
-#else
             Tile& keys = shared.ring[stage].keys[key_group];
             Tile& values = shared.ring[stage].values[key_group];
-#endif
             u64 seen[2] = {};
-            const bool masked = (tile + 1) * TILE > block.length;
-            if (masked) {
-                const int row = own_row + threadIdx.x % 32 / 4;
-                seen[0] = block.visible(row, tile * TILE);
-                seen[1] = block.visible(row + 8, tile * TILE);
-            }
-            if (masked)
-                rows.attend<true>(block, turn, keys, values, seen, scale, inner_scale);
+            if (seen_of(tile, seen))
+                rows.attend<true>(keys, values, seen, scale, inner_scale);
             else
-                rows.attend<false>(block, turn, keys, values, seen, scale, inner_scale);
+                rows.attend<false>(keys, values, seen, scale, inner_scale);
         }
-#if !WGMMA
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-#endif
     }
-    copy_async_wait<0>();  // of q, where there are no turns
-    __syncthreads();       // all are done with the ring
-    rows.leave(shared.sums, key_group, own_row);
-#if CLUSTER > 1
-    cluster_sync();
-#else
-    __syncthreads();
 #endif
-    const OfBlocks of_blocks = {shared.sums};
+    if (KEY_GROUPS == 2) {
+        float(*numbers)[32] = shared.sums.numbers[warp % 4];
+        readers_sync();  // all are done with the ring
+        if (key_group == 1) rows.give(numbers);
+        readers_sync();
+        if (key_group == 0) rows.add(numbers);
+    }
+    const bool leaves = key_group == 0 && has_rows;
 #if SPLITS > 1
-    if (shares) {
-        const unsigned cluster = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
-        Part* parts = reinterpret_cast<Part*>(arguments.parts) + (cluster - split);
-        merge(block, rank, warp, of_blocks, parts + split);
-        __syncwarp();
-        unsigned* counter =
-            reinterpret_cast<unsigned*>(arguments.tickets) + (cluster / SPLITS * CLUSTER + rank) * WARPS + warp;
-        const unsigned ticket = threadIdx.x % 32 == 0 ? draw_ticket(counter, SPLITS - 1) : 0;
-        __syncwarp();
-        if (__shfl_sync(~0u, ticket, 0) == SPLITS - 1) merge(block, rank, warp, OfClusters{parts}, nullptr);
-    } else
+    if (blocks > 1) {
+        const unsigned of_rows = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / SPLITS) + blockIdx.x / SPLITS;
+        Part* parts = reinterpret_cast<Part*>(arguments.parts) + of_rows * SPLITS;
+        if (leaves) rows.leave(parts[rank], own_row);
+        readers_sync();
+        if (threadIdx.x == 0) meet(reinterpret_cast<unsigned*>(arguments.counters) + 2 * of_rows, blocks);
+        readers_sync();
+        merge(block, parts, blocks, rank, warp);
+        return;
+    }
 #endif
-        merge(block, rank, warp, of_blocks, nullptr);
-#if CLUSTER > 1
-    cluster_sync();  // a block that ends takes its shared memory away
-#endif
+    if (leaves) rows.finish(block, own_row);
 }
