@@ -169,13 +169,13 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
     "one part too few": ("const float own_share =", "const float own_share = part == 1 ? 0.0f :", 70),
     "a key group too few": ("if (key_group == 0) rows.add(numbers);", "", 230),
     "a part at another scale": ("share = weight * notes[i].unit", "share = weight", 70),
-    "a wait for fewer blocks": ("2 * of_rows, blocks);", "2 * of_rows, blocks - 1);", 70),
+    "a wait for fewer blocks": ("2 * of_rows, SPLITS);", "2 * of_rows, SPLITS - 1);", 70),
     "parts that others have not seen": (
         "        readers_sync();\n        if (threadIdx.x == 0) meet",
         "        if (threadIdx.x == 0) meet",
         70,
     ),
-    "all blocks merge the same rows": ("row = rank + blocks * warp", "row = blocks * warp", 70),
+    "all blocks merge the same rows": ("row = rank + SPLITS * warp", "row = SPLITS * warp", 70),
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": (
         "            copy_async_wait<STAGES - 2>();",
@@ -326,7 +326,7 @@ VARIANTS = [
         (BFLOAT, 16, 2, 4, True, 128, ("mma", "wgmma")),
         (HALF, 1, 1, 1, False, 128, ("mma", "wgmma")),
         (BFLOAT, 8, 2, 32, False, 128, ("wgmma",)),
-        (BFLOAT, 6, 2, 11, False, 256, ("mma", "wgmma")),
+        (BFLOAT, 6, 2, 11, False, 256, ("wgmma",)),  # by mma a word is spilt, on no device that is served
         (HALF, 8, 2, 4, True, 256, ("mma", "wgmma")),
         (BFLOAT, 6, 2, 32, False, 256, ("mma", "wgmma")),
         (HALF, 6, 2, 32, False, 256, ("wgmma",)),

@@ -138,6 +138,24 @@ static void readers_sync() {
     arrive_at(&barrier);
     wait_at(&barrier, odd);
 }
+// Barriers of a block's two groups, each of all 256 threads: 128 wait, 128 come by.
+static unsigned long long turns[on_cpu::MOST_WARPS][2];
+static unsigned long long* turn_of(int group) {
+    unsigned long long& barrier = turns[on_cpu::running / on_cpu::block_threads][group];
+    if (!barrier) start_barrier(&barrier, 256);
+    return &barrier;
+}
+static void wait_for_turn() {
+    unsigned long long* own = turn_of(threadIdx.x / 128);
+    const unsigned odd = reinterpret_cast<const Barrier*>(own)->completed & 1;
+    arrive_at(own);
+#if WGMMA
+    const bool before = shown[on_cpu::running];
+    wait_at(own, odd);
+    shown[on_cpu::running] = before;
+#endif
+}
+static void give_turn() { arrive_at(turn_of(1 - threadIdx.x / 128)); }
 static void expect_part();
 static void meet_with_part(unsigned* counter, unsigned blocks) {
     expect_part();
@@ -152,10 +170,12 @@ static const AttentionArguments* given;
 // A block has left its rows in scratch, which begins as NaN: others merge them when all have met.
 static void expect_part() {
     const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int* bounds = reinterpret_cast<const int*>(given->prefix_indptr) + blockIdx.z;
+    if (blockIdx.x % SPLITS * TILE >= bounds[1] - bounds[0] + int(given->nodes)) return;  // it has no tile
     const Part& part = reinterpret_cast<const Part*>(given->parts)[block];
     const int rows = min(ROWS, int(given->nodes) * GROUP - blockIdx.x / SPLITS * ROWS);
     for (int row = 0; row < rows; ++row)
-        for (int i = 0; i < DIM / 2; ++i) {
+        for (int i = 0; i < DIM / 4; ++i) {
             const Note& note = part.notes[row];
             unsigned first;
             memcpy(&first, &part.rows[row][i], 4);
@@ -173,6 +193,7 @@ extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_
     const int across = grid[0] / SPLITS;
     for (int i = 0; i < across * grid[1] * grid[2]; ++i) {
         blockIdx = {order[i] % across * SPLITS, order[i] / across % grid[1], order[i] / across / grid[1]};
+        memset(turns, 0, sizeof turns);  // the last of a launch is not waited for
         on_cpu::run_cluster(SPLITS, THREADS + 32 * COPIERS, shared_bytes, reversed, [&] { tree_attention(*arguments); });
     }
 }

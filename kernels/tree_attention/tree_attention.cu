@@ -170,6 +170,13 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4], const unsigned (&a
 #endif
 // Where the THREADS that attend meet.
 __device__ __forceinline__ void readers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+// A group's turn to begin products, which the other gives.
+__device__ __forceinline__ void wait_for_turn() {
+    asm volatile("bar.sync %0, 256;" ::"r"(2 + int(threadIdx.x) / 128) : "memory");
+}
+__device__ __forceinline__ void give_turn() {
+    asm volatile("bar.arrive %0, 256;" ::"r"(3 - int(threadIdx.x) / 128) : "memory");
+}
 #if WGMMA
 // A barrier in shared memory that `arrivals` threads complete, over and over; those who wait see what was done before.
 __device__ __forceinline__ void start_barrier(unsigned long long* barrier, int arrivals) {
@@ -288,10 +295,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 #if HALF
-typedef float2 Pair;
 typedef float4 Four;
 #else
-typedef unsigned Pair;
 typedef uint2 Four;
 #endif
 // What a block has of its rows: the greatest logit, the weights' sum, and what the numbers of `rows` are to be multiplied by.
@@ -299,7 +304,7 @@ struct Note {
     float peak, total, unit, unused;
 };
 struct Part {
-    Pair rows[ROWS][DIM / 2];
+    Four rows[ROWS][DIM / 4];  // columns 16 m + 2 t, the next, and those 8 on, at 4 m + t: a lane's
     Note notes[ROWS];
 };
 static_assert(sizeof(Part) == PART_BYTES, "cuda_kernel.py gives a block the source's Part");
@@ -538,32 +543,33 @@ struct Rows {
 #endif
     }
 
-    // Logits become weights; where `grown` says so, `decay` is by what `sums` must be scaled to the new peak. With MASKED, columns whose bit in
-    // `seen` (of each row) is 0 do not count.
-    template <bool MASKED>
-    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], bool& grown, const u64 (&seen)[2], float scale,
-                                          float inner_scale) {
-        const float minus_infinity = __uint_as_float(MINUS_INFINITY);
-        float most[2] = {minus_infinity, minus_infinity};
-        unsigned bits[2][2];
-        if (MASKED)
+    // Columns whose bit in `seen` (of each row) is 0 do not count.
+    __device__ __forceinline__ void mask(float (&logits)[TILE / 8][4], const u64 (&seen)[2]) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int first = threadIdx.x % 4 * 2;
-                bits[i][0] = unsigned(seen[i]) >> first;
-                bits[i][1] = unsigned(seen[i] >> 32) >> first;
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int n = 0; n < TILE / 8; ++n) {
+                const unsigned bits = unsigned(seen[i] >> n / 4 * 32) >> threadIdx.x % 4 * 2 >> n % 4 * 8;
+                if (!(bits & 1)) logits[n][i * 2] = __uint_as_float(MINUS_INFINITY);
+                if (!(bits & 2)) logits[n][i * 2 + 1] = __uint_as_float(MINUS_INFINITY);
             }
+    }
+    __device__ __forceinline__ void cap(float (&logits)[TILE / 8][4], float inner_scale) {
+#if CAPPED
 #pragma unroll
         for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& logit = logits[n][i];
-#if CAPPED
-                logit = tanhf(logit * inner_scale);
+            for (int i = 0; i < 4; ++i) logits[n][i] = tanhf(logits[n][i] * inner_scale);
 #endif
-                if (MASKED && !(bits[i / 2][n / 4] & 1u << (n % 4 * 8 + i % 2))) logit = minus_infinity;
-                most[i / 2] = fmaxf(most[i / 2], logit);
-            }
+    }
+    // Logits become weights; where `grown` says so, `decay` is by what `sums` must be scaled to the new peak.
+    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], bool& grown, float scale) {
+        const float minus_infinity = __uint_as_float(MINUS_INFINITY);
+        float most[2] = {minus_infinity, minus_infinity};
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) most[i / 2] = fmaxf(most[i / 2], logits[n][i]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
@@ -575,7 +581,7 @@ struct Rows {
         for (int i = 0; i < 2; ++i) {
             const float before = peak[i];
             if (grown) peak[i] = fmaxf(before, most[i]);
-            base[i] = MASKED && peak[i] == minus_infinity ? 0.0f : peak[i];  // a row that sees nothing has weights of 0
+            base[i] = peak[i] == minus_infinity ? 0.0f : peak[i];  // a row that sees nothing has weights of 0
             if (grown) {
                 decay[i] = exp2_approx(before - base[i]);
                 total[i] *= decay[i];
@@ -632,21 +638,26 @@ struct Rows {
 
 #if WGMMA
     // The group's tiles, `turns` of them. A tile's logits are multiplied, and then the values of the one before: their product
-    // is under way while the logits become weights.
+    // is under way while the logits become weights. Two groups begin their products in turn: where both did at once, both would
+    // weigh at once, too, while the tensor cores have nothing to do.
     template <class Ring, class Seen>
     __device__ __forceinline__ void attend_all(const Block& block, int turns, const Ring& ring, const Seen& seen_at, float scale,
                                                float inner_scale) {
-        float logits[TILE / 8][4];
+        const bool in_turn = ROW_GROUPS == 2 && block.row_exists(64);  // both groups have the same tiles
+        if (in_turn && threadIdx.x >= THREADS / 2) give_turn();
         if (turns <= 0) return;
+        float logits[TILE / 8][4];
         block.wait_for_unit(0);
         multiply_keys(logits, ring(0));
         wait_for_products<0>();
         take_tile(block, 0, logits, seen_at, scale, inner_scale, false);
         for (int turn = 1; turn < turns; ++turn) {
             block.wait_for_unit(turn * 2);
-            multiply_keys(logits, ring(turn * 2));
             block.wait_for_unit(turn * 2 - 1);
+            if (in_turn) wait_for_turn();
+            multiply_keys(logits, ring(turn * 2));
             add_values(ring(turn * 2 - 1));
+            if (in_turn) give_turn();
             wait_for_products<1>();
             take_tile(block, turn, logits, seen_at, scale, inner_scale, true);
         }
@@ -661,14 +672,13 @@ struct Rows {
     __device__ __forceinline__ void take_tile(const Block& block, int turn, float (&logits)[TILE / 8][4], const Seen& seen_at,
                                               float scale, float inner_scale, bool values) {
         float decay[2];
-        bool grown;
-        u64 seen[2] = {};
+        bool grown = false;
+        u64 seen[2];
         hold(logits);
         block.free_unit(turn * 2);
-        if (seen_at(turn, seen))
-            weigh<true>(logits, decay, grown, seen, scale, inner_scale);
-        else
-            weigh<false>(logits, decay, grown, seen, scale, inner_scale);
+        cap(logits, inner_scale);
+        if (seen_at(turn, seen)) mask(logits, seen);
+        if (block.nodes > 0) weigh(logits, decay, grown, scale);  // always: ptxas would put it behind the wait, but for a branch
         if (values) {
             wait_for_products<0>();
             hold(weights);
@@ -679,12 +689,15 @@ struct Rows {
     }
 #else
     // A tile.
-    template <bool MASKED>
-    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const u64 (&seen)[2], float scale, float inner_scale) {
+    template <class Seen>
+    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const Seen& see, float scale, float inner_scale) {
         float logits[TILE / 8][4], decay[2];
         bool grown;
+        u64 seen[2];
         multiply_keys(logits, keys);
-        weigh<MASKED>(logits, decay, grown, seen, scale, inner_scale);
+        cap(logits, inner_scale);
+        if (see(seen)) mask(logits, seen);
+        weigh(logits, decay, grown, scale);
         take_weights(logits, decay, grown);
         add_values(values);
     }
@@ -752,12 +765,13 @@ struct Rows {
             note.unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
 #endif
 #pragma unroll
-            for (int n = 0; n < DIM / 8; ++n) {
-                const float low = sums[n / 16][n % 16][i * 2], high = sums[n / 16][n % 16][i * 2 + 1];
+            for (int n = 0; n < DIM / 8; n += 2) {
+                const float(&low)[4] = sums[n / 16][n % 16], (&high)[4] = sums[n / 16][n % 16 + 1];
 #if HALF
-                part.rows[row][n * 4 + lane % 4] = {low, high};
+                part.rows[row][n * 2 + lane % 4] = {low[i * 2], low[i * 2 + 1], high[i * 2], high[i * 2 + 1]};
 #else
-                part.rows[row][n * 4 + lane % 4] = pack_half(low * scale, high * scale);
+                part.rows[row][n * 2 + lane % 4] = {pack_half(low[i * 2] * scale, low[i * 2 + 1] * scale),
+                                                    pack_half(high[i * 2] * scale, high[i * 2 + 1] * scale)};
 #endif
             }
             if (lane % 4 == 0) part.notes[row] = note;
@@ -793,7 +807,7 @@ __device__ __forceinline__ float4 numbers_of(const Four& four) {
 #endif
 }
 // Adds up the parts of rows `first`, first + step and so on, AT_ONCE of them, by a warp: lane p has part p's note of a row, and
-// each lane four columns of each 128 of the result.
+// each lane four columns of each 128.
 template <int AT_ONCE>
 __device__ __forceinline__ void merge_rows(const Block& block, const Part* parts, int blocks, int first, int step) {
     const int lane = threadIdx.x % 32;
@@ -812,8 +826,7 @@ __device__ __forceinline__ void merge_rows(const Block& block, const Part* parts
 #pragma unroll
             for (int part = 0; part < SPLITS; ++part)
                 if (part < blocks)
-                    fours[i][part] = reinterpret_cast<const Four*>(
-                        parts[part].rows[min(first + i * step, ROWS - 1)])[column * 32 + lane];
+                    fours[i][part] = parts[part].rows[min(first + i * step, ROWS - 1)][column * 32 + lane];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int row = first + i * step;
@@ -838,18 +851,20 @@ __device__ __forceinline__ void merge_rows(const Block& block, const Part* parts
                 mixed.z = fmaf(own_share, own.z, mixed.z);
                 mixed.w = fmaf(own_share, own.w, mixed.w);
             }
-            if (row < ROWS && block.row_exists(row))
-                reinterpret_cast<uint2*>(block.out_row(row))[column * 32 + lane] = {
-                    pack(mixed.x * factor, mixed.y * factor), pack(mixed.z * factor, mixed.w * factor)};
+            if (row >= ROWS || !block.row_exists(row)) continue;
+            unsigned* out = reinterpret_cast<unsigned*>(block.out_row(row)) + column * 64 + lane / 4 * 8 + lane % 4;
+            out[0] = pack(mixed.x * factor, mixed.y * factor);
+            out[4] = pack(mixed.z * factor, mixed.w * factor);
         }
     }
 }
-// The block's rows, of which block `rank` of `blocks` has every blocks-th, and a warp every WARPS-th of these.
+// The block's rows, of which block `rank` has every SPLITS-th, and a warp every WARPS-th of these.
 __device__ __forceinline__ void merge(const Block& block, const Part* parts, int blocks, int rank, int warp) {
-    constexpr int MOST = HALF || !WGMMA ? 16 : 32, AT_ONCE = SPLITS < MOST ? MOST / SPLITS : 1;  // reads of a lane under way
-    const int step = blocks * WARPS;
-    for (int row = rank + blocks * warp; row < ROWS && block.row_exists(row); row += step * AT_ONCE)
-        merge_rows<AT_ONCE>(block, parts, blocks, row, step);
+    constexpr int STEP = SPLITS * WARPS, OWN = (ROWS + STEP - 1) / STEP;                  // a warp's rows
+    constexpr int MOST = HALF ? 16 : WGMMA ? 32 : 8, ROOM = SPLITS < MOST ? MOST / SPLITS : 1;  // for reads under way
+    constexpr int AT_ONCE = OWN < ROOM ? OWN : ROOM;
+    for (int row = rank + SPLITS * warp; row < ROWS && block.row_exists(row); row += STEP * AT_ONCE)
+        merge_rows<AT_ONCE>(block, parts, blocks, row, STEP);
 }
 #endif
 
@@ -865,7 +880,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     block.begin = bounds[0];
     block.length = uniform(bounds[1] - block.begin);
     const int tiles = (block.length + block.nodes + TILE - 1) / TILE, blocks = min(tiles, SPLITS);
-    if (rank >= blocks) return;
+    if (blocks == 1 && rank > 0) return;
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
@@ -879,7 +894,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     block.copy_queries();
 #endif
     // Whole tiles a block, so that those of the prefix stay without a mask.
-    const int first_tile = int(i64(tiles) * rank / blocks), last_tile = int(i64(tiles) * (rank + 1) / blocks);
+    const int first_tile = int(i64(tiles) * min(rank, blocks) / blocks);
+    const int last_tile = int(i64(tiles) * min(rank + 1, blocks) / blocks);
 #if WGMMA
     if (warp >= WARPS) {
         give_registers<56>();
@@ -954,11 +970,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
         if (has_rows && tile < last_tile) {
             Tile& keys = shared.ring[stage].keys[key_group];
             Tile& values = shared.ring[stage].values[key_group];
-            u64 seen[2] = {};
-            if (seen_of(tile, seen))
-                rows.attend<true>(keys, values, seen, scale, inner_scale);
-            else
-                rows.attend<false>(keys, values, seen, scale, inner_scale);
+            rows.attend(keys, values, [&](u64(&seen)[2]) { return seen_of(tile, seen); }, scale, inner_scale);
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
@@ -975,9 +987,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     if (blocks > 1) {
         const unsigned of_rows = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / SPLITS) + blockIdx.x / SPLITS;
         Part* parts = reinterpret_cast<Part*>(arguments.parts) + of_rows * SPLITS;
-        if (leaves) rows.leave(parts[rank], own_row);
+        if (leaves && rank < blocks) rows.leave(parts[rank], own_row);
         readers_sync();
-        if (threadIdx.x == 0) meet(reinterpret_cast<unsigned*>(arguments.counters) + 2 * of_rows, blocks);
+        if (threadIdx.x == 0) meet(reinterpret_cast<unsigned*>(arguments.counters) + 2 * of_rows, SPLITS);
         readers_sync();
         merge(block, parts, blocks, rank, warp);
         return;
