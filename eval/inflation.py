@@ -1,4 +1,4 @@
-"""Step inflation: the time of a speculative step over that of a plain decode step, on one GPU, one run.
+"""Step inflation: the time of a speculative step over that of a plain decode step, in one run.
 
     python -m sgl_specflow.eval inflation --model qwen3-8b --budgets 16,64,256 --out eval/results/step_inflation_h200.json
     python -m sgl_specflow.eval inflation --model qwen3.6-27b --algorithms jetflow dflash_tfm --budgets 64 --out ...
@@ -119,6 +119,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", help="instead of these: algorithm:budget[:fp8], comma-separated, in this order")
     parser.add_argument("--backend", default="triton", help="attention backend of the tree servers' prefill")
     parser.add_argument("--simulated-accept", type=float, default=4.0)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each server (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=4, help="servers up at once (default: %(default)s)")
     parser.add_argument("--max-total-tokens", type=int, default=38912)
     parser.add_argument("--out", type=result_file, required=True)
@@ -140,7 +141,8 @@ def servers_of(
     target = shapes.write_target(folder, longest)
     base = [
         *("--model-path", str(target), *SHARED_FLAGS, "--max-running-requests", str(most)),
-        *("--cuda-graph-max-bs-decode", str(most), "--max-total-tokens", str(options.max_total_tokens), *options.flags),
+        *("--cuda-graph-max-bs-decode", str(most), "--max-total-tokens", str(options.max_total_tokens)),
+        *("--tp-size", str(options.tensor_parallel), *options.flags),
     ]
     servers = {("plain", name, False): ([*base, "--attention-backend", name], {}) for name in plain_backends}
     heads: dict[bool, Path] = {}
@@ -250,6 +252,7 @@ def measure(result: dict, key: tuple, server: Server, point: tuple[int, int], op
         "batch": batch,
         "context": context,
         "backend_plain": variant if is_plain else None,
+        "tensor_parallel": options.tensor_parallel,
         "step_ms": time_["ms"],
         "step_ms_mean": time_["ms_mean"],
         "steps": time_["steps"],
@@ -265,6 +268,7 @@ def measure(result: dict, key: tuple, server: Server, point: tuple[int, int], op
         try:
             steps = profiled_step(server, batch, context, accept, time_["ms"])
             where = {"model": options.model, "server": list(key), "batch": batch, "context": context}
+            where |= {"tensor_parallel": options.tensor_parallel}
             result["profiles"].append(where | steps)
         except Exception as error:
             _fail(result, key, profile=point, error=repr(error)[:500])

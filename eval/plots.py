@@ -78,12 +78,16 @@ def step_inflation_charts(rows: list[dict]) -> Charts:
     def name_of(row: dict) -> str:
         other = "" if row.get("algorithm", "jetflow") == "jetflow" else f"{row['algorithm']}, "
         draft = ", FP8 draft" if row.get("fp8_draft") else ""
+        draft += f", {ranks} GPUs" if (ranks := row.get("tensor_parallel", 1)) > 1 else ""
         return f"{other}batch {row['batch']}, context {row['context']}{draft}"
 
-    budgets: dict[str, set] = {}
+    def server_of(row: dict) -> tuple:
+        return row["model"], row.get("tensor_parallel", 1)
+
+    budgets: dict[tuple, set] = {}
     for row in rows:
-        budgets.setdefault(row["model"], {None}).add(row.get("budget"))
-    rows = [row for row in rows if len(budgets[row["model"]]) > 2]  # one budget is a table's, not a line's
+        budgets.setdefault(server_of(row), {None}).add(row.get("budget"))
+    rows = [row for row in rows if len(budgets[server_of(row)]) > 2]  # one budget is a table's, not a line's
     title = "Step time against plain, {} shapes"
     return _charts(rows, "step_inflation", "model", title, "inflation (plain = 1)", name_of, "inflation")
 

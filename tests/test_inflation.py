@@ -4,7 +4,7 @@ import argparse
 import json
 
 import pytest
-from sgl_specflow.eval.inflation import add_inflation, prompts_of, wanted_servers
+from sgl_specflow.eval.inflation import add_inflation, add_server_arguments, prompts_of, servers_of, wanted_servers
 from sgl_specflow.eval.shapes import MODELS
 
 from sgl_specflow.drafter.config import HeadConfig
@@ -30,6 +30,25 @@ def test_all_combinations_or_the_named_runs_in_their_order():
 def test_a_run_of_another_form_is_refused(runs):
     with pytest.raises(ValueError, match="give algorithm:budget"):
         wanted_servers(options(runs=runs))
+
+
+def test_all_servers_of_a_run_have_its_ranks_and_flags(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    given = [
+        "--model",
+        "qwen3-8b",
+        "--runs",
+        "jetflow:16",
+        "--tensor-parallel",
+        "2",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    servers = servers_of(parser.parse_args([*given, "--", "--sleep-on-idle"]), ["fa3", "triton"], [(1, 128)], tmp_path)
+    assert set(servers) == {("plain", "fa3", False), ("plain", "triton", False), ("jetflow", 16, False)}
+    for flags, _ in servers.values():
+        assert flags[flags.index("--tp-size") + 1] == "2" and "--sleep-on-idle" in flags
 
 
 def test_inflation_is_against_the_best_plain_backend_at_the_same_point():

@@ -140,8 +140,12 @@ def test_step_inflation_is_charted_by_model_and_point():
     rows += [
         {"model": "one-budget", "budget": budget, "batch": 1, "context": 128, "inflation": 4.0} for budget in (64, None)
     ]
-    (chart,) = plots.step_inflation_charts(rows).values()
-    assert chart.series == {"batch 1, context 4096": [(16, 1.1)], "batch 1, context 128": [(16, 1.1)]}
+    on_two = row | {"tensor_parallel": 2}
+    (chart,) = plots.step_inflation_charts([*rows, on_two]).values()
+    series = {"batch 1, context 4096": [(16, 1.1)], "batch 1, context 128": [(16, 1.1)]}
+    assert chart.series == series, "one budget on two GPUs is no line"
+    (chart,) = plots.step_inflation_charts([*rows, on_two, on_two | {"budget": 64, "inflation": 1.2}]).values()
+    assert chart.series == series | {"batch 1, context 4096, 2 GPUs": [(16, 1.1), (64, 1.2)]}
 
 
 def test_missing_files_are_named_and_the_others_drawn(tmp_path, capsys):
