@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from sgl_specflow.errors import SpecflowConfigError
 from sgl_specflow.runtime import marginals
 from sgl_specflow.runtime.marginals import TargetVocabulary
 
@@ -47,7 +48,7 @@ class Ranks:
 
 
 def vocabulary(weight: torch.Tensor, first: int, cap: float = 0.0) -> TargetVocabulary:
-    return TargetVocabulary(torch.nn.Identity(), weight, first, cap, 0.7)
+    return TargetVocabulary(torch.nn.Identity(), weight, first, cap, 0.7, 40, 16)
 
 
 def inputs(tied: bool):
@@ -100,6 +101,31 @@ def test_ranks_agree_with_one(monkeypatch, cuts, tied):
         torch.testing.assert_close(own, expected[2])
         # The same on all ranks to the last bit: their trees must be.
         assert torch.equal(log_probs, results[0][0]) and torch.equal(own, results[0][2])
+
+
+def test_every_rank_gets_the_rows_of_all(monkeypatch):
+    """In the order of tokens; the last rank's part is padded, as SGLang pads it."""
+    table, ranks = torch.randn(40, 3), Ranks(3)
+    monkeypatch.setattr(marginals, "get_parallel", lambda: ranks)
+    monkeypatch.setattr(marginals, "tensor_model_parallel_all_gather", ranks.all_gather)
+
+    def one(index):
+        own = table[16 * index : 16 * (index + 1)]
+        return vocabulary(own, 16 * index).of_all_ranks(own)
+
+    assert all(torch.equal(rows, table) for rows in ranks.run(one))
+
+
+def test_an_embedding_that_is_cut_otherwise_is_refused():
+    def target(first, rows):
+        embedding = torch.nn.Embedding(rows, HIDDEN)
+        embedding.shard_indices = types.SimpleNamespace(org_vocab_start_index=first, num_org_elements=rows - 1)
+        return TargetVocabulary(embedding, torch.randn(15, HIDDEN), 16, 0.0, 1.0, 40, 16)
+
+    assert target(16, 16).embedding_rows().shape == (15, HIDDEN)
+    for first, rows in ((0, 16), (16, 41)):
+        with pytest.raises(SpecflowConfigError, match=f"embedding of {rows - 1} tokens from {first} on"):
+            target(first, rows).embedding_rows()
 
 
 def test_an_fp8_copy_of_the_lm_head_scores_nearly_the_same():

@@ -65,6 +65,7 @@ CASES = {
     ),
     "path refresh": ("jetflow", {}, 24, [], {"path_refresh": True}),
     "two ranks": ("jetflow", {}, 24, ["--tp-size", "2"], None),
+    "weaver, two ranks": ("dflash_tfm", {}, 20, ["--tp-size", "2"], {"weaver_width": 3, "weaver_rounds": 4}),
     "weaver, short of memory": (
         "dflash_tfm",
         {},

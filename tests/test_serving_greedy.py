@@ -59,6 +59,7 @@ TREE_SERVERS = {
         ["--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "512"],
         {"weaver": {"weaver_width": 4, "weaver_pool": 13, "weaver_temperature": 1.5}},
     ),
+    "dflash_tfm-33-two-ranks": ("dflash_tfm", 33, "llama", ["--tp-size", "2"], {"weaver": {"weaver_pool": 13}}),
     "moe-jetflow-64-two-ranks": ("jetflow", 64, "moe", ["--tp-size", "2"], {}),
     "moe-ddtree-17-chunked-short": (
         "ddtree",

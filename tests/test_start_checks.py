@@ -247,20 +247,17 @@ def test_conflicting_flags_are_refused_by_name(field, _fine, _todo):
         start_checks.refuse_conflicts(arguments)
 
 
-@pytest.mark.parametrize(
-    "algorithm, ranks, named",
-    [("DFLASH_TFM", 2, "dflash_tfm"), ("JETFLOW", 3, "4 query heads"), ("DDTREE", 16, "--tp-size 16")],
-)
-def test_a_head_that_the_ranks_cannot_share_is_refused(algorithm, ranks, named):
+@pytest.mark.parametrize("ranks, named", [(3, "4 query heads"), (16, "--tp-size 16")])
+def test_a_head_that_the_ranks_cannot_share_is_refused(ranks, named):
     head = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
     with pytest.raises(SpecflowConfigError, match=named):
-        start_checks.check_tensor_parallel(algorithm, head, ranks)
+        start_checks.check_tensor_parallel(head, ranks)
 
 
-@pytest.mark.parametrize("algorithm, ranks", [("DFLASH_TFM", 1), ("JETFLOW", 2), ("DDTREE", 4)])
-def test_a_head_that_the_ranks_can_share(algorithm, ranks):
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_head_that_the_ranks_can_share(ranks):
     head = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
-    start_checks.check_tensor_parallel(algorithm, head, ranks)
+    start_checks.check_tensor_parallel(head, ranks)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class TargetVocabulary:
         embedding: module, int64 [...] -> [..., H].
         weight: [this rank's vocabulary rows, H].
         first_token: id of the first row.
+        size: of the whole vocabulary. rows_a_rank: what each rank's rows are padded to, in the target's own cut.
         logit_cap: soft cap that the target puts on its logits (0: none).
         logit_scale: factor on the target's logits.
         fp8: weight in FP8 and its scales, as `fp8_linear` takes them, for logits that need not be exact; None: without.
@@ -31,6 +32,8 @@ class TargetVocabulary:
     first_token: int
     logit_cap: float
     logit_scale: float
+    size: int
+    rows_a_rank: int
     fp8: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -53,7 +56,32 @@ class TargetVocabulary:
             first_token=int(shard.org_vocab_start_index) if shard is not None else 0,
             logit_cap=float(getattr(processor, "final_logit_softcapping", None) or 0.0),
             logit_scale=float(getattr(processor, "logit_scale", None) or 1.0),
+            size=int(head.org_vocab_size) if shard is not None else rows,
+            rows_a_rank=int(shard.num_org_elements_padded) if shard is not None else rows,
         )
+
+    def embedding_rows(self) -> torch.Tensor:
+        """The embedding's [this rank's vocabulary rows, H], of the same tokens as `weight`'s; SpecflowConfigError if the
+        target cuts the two differently."""
+        shard = getattr(self.embedding, "shard_indices", None)
+        first = int(shard.org_vocab_start_index) if shard is not None else 0
+        rows = int(shard.num_org_elements) if shard is not None else self.embedding.weight.shape[0]
+        if (first, rows) != (self.first_token, self.weight.shape[0]):
+            raise SpecflowConfigError(
+                given=f"a target whose rank has the embedding of {rows} tokens from {first} on, and the LM head of "
+                f"{self.weight.shape[0]} from {self.first_token} on",
+                allowed="an embedding and an LM head that SGLang cuts alike",
+                todo="serve it on one GPU, or without a Weaver (ddtree)",
+            )
+        return self.embedding.weight[:rows]
+
+    def of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """From [this rank's vocabulary rows, ...] to [vocabulary, ...], on every rank. A collective: all ranks call it."""
+        if get_parallel().tp_size == 1:
+            return rows
+        padded = rows.new_zeros(self.rows_a_rank, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        return tensor_model_parallel_all_gather(padded, dim=0)[: self.size]
 
     def quantise(self) -> None:
         """Draft with an FP8 copy of the LM head from now on; the target keeps its own."""

@@ -13,7 +13,7 @@ from sglang.srt.utils.common import get_device_memory_capacity
 from sgl_specflow.drafter.checkpoint import check_checkpoint
 from sgl_specflow.drafter.config import HeadConfig
 from sgl_specflow.errors import SpecflowConfigError
-from sgl_specflow.runtime.names import DFLASH_TFM, is_tree_algorithm
+from sgl_specflow.runtime.names import is_tree_algorithm
 from sgl_specflow.runtime.settings import OPTIONS_VARIABLE, Options, TreeSettings
 from sgl_specflow.runtime.tree_memory import check_pool, default_requests
 
@@ -114,7 +114,7 @@ def resolve_server_args(algorithm: str, server_args) -> None:
         Options.from_environment(),
     )
     check_target(head, server_args)
-    check_tensor_parallel(algorithm, head, server_args.tp_size or 1)
+    check_tensor_parallel(head, server_args.tp_size or 1)
     if server_args.max_total_tokens is not None:
         check_pool(server_args.max_total_tokens, settings.budget, server_args.page_size or 1)
     server_args.speculative_num_draft_tokens = settings.budget
@@ -257,16 +257,10 @@ def check_target(head: HeadConfig, server_args) -> None:
     head.check_against_target(text.hidden_size, model.vocab_size, text.num_hidden_layers, name)
 
 
-def check_tensor_parallel(algorithm: str, head: HeadConfig, ranks: int) -> None:
+def check_tensor_parallel(head: HeadConfig, ranks: int) -> None:
     """Raise unless `ranks` can share the head as SGLang's models/dflash.py cuts it."""
     if ranks == 1:
         return
-    if algorithm == DFLASH_TFM:
-        raise SpecflowConfigError(
-            given=f"--tp-size {ranks} with --speculative-algorithm {algorithm.lower()}",
-            allowed="--tp-size 1 with a Weaver; any with jetflow and ddtree",
-            todo="use one GPU a server and --dp-size for more, or serve the DFlash head with ddtree",
-        )
     queries, keys = head.num_attention_heads, head.num_key_value_heads
     if queries % ranks or (keys % ranks and ranks % keys) or head.intermediate_size % ranks:
         raise SpecflowConfigError(

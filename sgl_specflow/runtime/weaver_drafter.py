@@ -15,8 +15,8 @@ from sgl_specflow.verify import Accepted
 class WeaverDrafter(ParallelDrafter):
     """Drafts trees whose branches are conditional.
 
-    On one GPU. Under tensor parallelism, which is refused at start, every rank would hold the whole adapter and grow the
-    same tree, and its two tables would have to be made from all ranks' vocabulary rows.
+    Under tensor parallelism every rank holds the whole adapter, with its tables of all ranks' vocabulary rows, and grows the
+    same tree from the same pools and hidden states.
     """
 
     wants_final_hidden = True
@@ -25,13 +25,15 @@ class WeaverDrafter(ParallelDrafter):
         super().__init__(settings, server_args, gpu_id, nccl_port, target_worker)
         self.target_runner = target_worker.model_runner
         keep_final_hidden(self.target_runner.model)
-        embedding = self.vocabulary.embedding.weight[: self.vocabulary.weight.shape[0]]
+        embedding, lm_head = self.vocabulary.embedding_rows(), self.vocabulary.weight
         with torch.inference_mode():
             config, tensors = load_weaver(settings.adapter.path)
             config.check_against(
                 HeadConfig.load(draft_folder(server_args)), embedding.shape[1], str(settings.adapter.path)
             )
-            self.weaver = FoldedWeaver(config, tensors, embedding, self.vocabulary.weight, self.vocabulary.weight.dtype)
+            self.weaver = FoldedWeaver(
+                config, tensors, embedding, lm_head, lm_head.dtype, of_all_ranks=self.vocabulary.of_all_ranks
+            )
         self.final_hidden: FinalHidden | None = None
 
     def alloc_memory_pool(self, **pools) -> None:

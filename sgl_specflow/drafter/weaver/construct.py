@@ -11,7 +11,7 @@ host synchronisation and shapes that depend on budget, width, rounds and batch o
 construction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,13 @@ class FoldedWeaver:
 
     Args:
         config, tensors: from `checkpoint.load_weaver`, tensors in float32 or wider, on any device.
-        embedding: [V, d_embed], the target's. lm_head: [V, d_model], the target's.
+        embedding: [V, d_embed], the target's. lm_head: [V, d_model], the target's. With of_all_ranks both are of a part of
+            the vocabulary, the same.
         dtype: of the tables, the maps and the arithmetic between them; norms, rotation and scores are in float32 at least.
         implementation: of the pieces of a round, "torch", "triton" or "cuda" (a layer in five launches, in bfloat16 or
             float16); None: on CUDA tensors "cuda" where it serves the Weaver and a round's rows are as few as its
             products are made for, else Triton.
+        of_all_ranks: from rows [part of V, n] of a table to [V, n]; None where this process has all.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FoldedWeaver:
         lm_head: Tensor,
         dtype: torch.dtype,
         implementation: str | None = None,
+        of_all_ranks: Callable[[Tensor], Tensor] | None = None,
     ):
         self.config = config
         device = embedding.device
@@ -64,9 +67,10 @@ class FoldedWeaver:
             }
             for i in range(config.num_layers)
         ]
-        self.token_table = torch.cat([self._token_rows(part, tensors) for part in embedding.split(TABLE_ROWS)])
+        whole = of_all_ranks or (lambda rows: rows)
+        self.token_table = whole(torch.cat([self._token_rows(part, tensors) for part in embedding.split(TABLE_ROWS)]))
         rows, biases = zip(*(self._query_rows(part, tensors) for part in lm_head.split(TABLE_ROWS)))
-        self.query_table, self.query_bias = torch.cat(rows), torch.cat(biases)
+        self.query_table, self.query_bias = whole(torch.cat(rows)), whole(torch.cat(biases)[:, None])[:, 0].contiguous()
         cos, sin = rotary_table(config, torch.arange(config.depth + 2, device=device), wide)
         # Of a position: what a head is multiplied with, and what its swapped halves are.
         self.turn = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
