@@ -10,6 +10,7 @@ other. What else a file holds (`drift`, `steps`, `failures`) stays until a later
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ KEY = (
     *("layer", "features", "depth", "page_size"),
 )
 LISTS = ("rows", "profiles")
+COMMAND = re.compile(r"sgl_specflow\.eval[ .](\w+)")
 
 
 def _key(item: dict) -> tuple:
@@ -61,6 +63,22 @@ def merge(results: list[dict]) -> dict:
     return {"meta": runs[-1] if runs else {}, "runs": runs, **lists, **others}
 
 
+def check_alike(results: list[dict], paths: list[Path]) -> None:
+    """Raise ValueError for a file that other evals made than those of the first, as the runs' commands say."""
+
+    def evals(result: dict) -> set[str]:
+        runs = result["runs"] if "runs" in result else [result["meta"]]
+        return {name for run in runs for name in COMMAND.findall(str(run.get("command", "")))}
+
+    first = evals(results[0])
+    for result, path in zip(results, paths, strict=True):
+        own = evals(result)
+        if first and own and not first & own:
+            raise ValueError(
+                f"{path} is of eval {', '.join(sorted(own))}, {paths[0]} of {', '.join(sorted(first))}: merge files of one"
+            )
+
+
 def read(path: Path) -> dict:
     """A result file. Raises ValueError, which names it, for one that cannot be merged."""
     try:
@@ -88,7 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = [options.out] if options.out.exists() else []
     try:
-        result = merge([read(path) for path in [*known, *options.files]])
+        paths = [*known, *options.files]
+        results = [read(path) for path in paths]
+        check_alike(results, paths)
+        result = merge(results)
     except ValueError as error:
         print(f"sgl_specflow: {error}", file=sys.stderr)
         return 1

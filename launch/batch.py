@@ -91,6 +91,7 @@ class AnswerFile:
     def __init__(self, path: Path, jobs: Sequence[Job]):
         """Raises BatchError when another run holds `path` or when it was not made from `jobs`."""
         self.path = path
+        self._is_new = not path.exists()
         self._stream = path.open("a+b", buffering=0)
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,6 +111,8 @@ class AnswerFile:
         return self
 
     def __exit__(self, *_) -> None:
+        if self._is_new and not os.fstat(self._stream.fileno()).st_size:
+            self.path.unlink(missing_ok=True)  # a run that never began leaves nothing
         self._stream.close()
 
     def _read(self, jobs: Sequence[Job]) -> set[int]:

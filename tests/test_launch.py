@@ -236,6 +236,10 @@ def test_batch_stops_when_the_server_is_gone(tmp_path, monkeypatch, capsys, capl
     assert main(batch_arguments(prompts, tmp_path / "answers.jsonl", "http://127.0.0.1:9")) == 1
     gc.collect()
     assert "does not answer" in capsys.readouterr().err and not caplog.text
+    assert not (tmp_path / "answers.jsonl").exists(), "a run that never began"
+    (tmp_path / "answers.jsonl").touch()
+    assert main(batch_arguments(prompts, tmp_path / "answers.jsonl", "http://127.0.0.1:9")) == 1
+    assert (tmp_path / "answers.jsonl").exists(), "a file that was there before"
 
 
 @pytest.mark.parametrize("wrong", [["--concurrency", "0"], ["--concurrency", "-3"], ["--max-new-tokens", "0"]])

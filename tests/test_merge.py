@@ -131,3 +131,19 @@ def test_a_file_that_holds_no_results_is_refused_by_name_and_nothing_is_written(
         (tmp_path / "bad.json").write_text(text)
     assert main([str(tmp_path / "out.json"), str(tmp_path / "bad.json")]) == 1
     assert "bad.json" in capsys.readouterr().err and not (tmp_path / "out.json").exists()
+
+
+def test_files_of_unlike_evals_are_refused_and_nothing_is_written(tmp_path, capsys):
+    def file(name: str, command: str) -> Path:
+        meta = {"date": name, "command": command}
+        (tmp_path / name).write_text(json.dumps({"meta": meta, "rows": [row(name, 1, 1.0)]}))
+        return tmp_path / name
+
+    out = file("out", "python -m sgl_specflow.eval inflation --model qwen3-8b --out inflation.json")
+    other = file("other", "/usr/bin/python3 -m sgl_specflow.eval.tree_attention --out attention.json")
+    before = out.read_text()
+    assert main([str(out), str(other)]) == 1
+    assert f"{other} is of eval tree_attention, {out} of inflation" in capsys.readouterr().err
+    assert out.read_text() == before
+    assert main([str(out), str(file("more", "python3 -m sgl_specflow.eval inflation --budgets 64"))]) == 0
+    assert main([str(out), str(file("script", "python measure.py"))]) == 0  # which says nothing of it

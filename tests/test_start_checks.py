@@ -247,6 +247,16 @@ def test_conflicting_flags_are_refused_by_name(field, _fine, _todo):
         start_checks.refuse_conflicts(arguments)
 
 
+@pytest.mark.parametrize("field, value, allowed", [
+    ("lora_paths", ["a"], "no --lora-paths"), ("enable_lora", True, "no --enable-lora"), ("pp_size", 2, "--pp-size 1"),
+])  # fmt: skip
+def test_what_a_refusal_allows_can_be_typed(field, value, allowed):
+    arguments = types.SimpleNamespace(speculative_algorithm="JETFLOW", **{field: value})
+    with pytest.raises(SpecflowConfigError) as refused:
+        start_checks.refuse_conflicts(arguments)
+    assert refused.value.allowed == allowed
+
+
 @pytest.mark.parametrize("ranks, named", [(3, "4 query heads"), (16, "--tp-size 16")])
 def test_a_head_that_the_ranks_cannot_share_is_refused(ranks, named):
     head = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)

@@ -154,7 +154,7 @@ def refuse_conflicts(server_args, conflicts=CONFLICTS) -> None:
             flag = "--" + field.replace("_", "-")
             raise SpecflowConfigError(
                 given=f"{flag} {value} with --speculative-algorithm {server_args.speculative_algorithm.lower()}",
-                allowed=f"{flag} {fine[0]}",
+                allowed=f"{flag} {fine[0]}" if fine[0] not in (None, False) else f"no {flag}",
                 todo=todo,
             )
 
