@@ -17,6 +17,7 @@ COMMANDS = {
     "merge": "the rows of several result files in one, each with the run that measured it",
     "near_ties": "where greedy decoding in bfloat16 diverges, and the gap of the logits there",
     "plots": "the result files as SVG charts in docs/plots",
+    "quantised_target": "greedy tree decoding of a target that SGLang quantises to FP8, against plain, on a GPU",
     "row_linear": "products of few rows with their ends, every form of the kernel, on a GPU",
     "throughput": "decoded tokens a second beside plain decoding, servers up together, rounds in turn",
     "tree_attention": "tree attention against SGLang's tree verify, on a GPU",

@@ -2,11 +2,18 @@
 
 import json
 import time
+import urllib.request
 from dataclasses import dataclass
 
 from sgl_specflow.launch.generation import Job, RequestFailed, ServerBackend
 
 TOP_TOKENS = 5
+
+
+def empty_prefix_cache(url: str) -> None:
+    """Returns when the server at `url` is idle and holds no prefix any more."""
+    with urllib.request.urlopen(url + "/flush_cache?timeout=30", timeout=60):
+        pass
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,13 @@ class TopTokenBackend(ServerBackend):
 
     async def answer(self, job: Job) -> Decoded:
         prompt = (await self._post("/tokenize", {"messages": job.messages}))["tokens"]
+        return await self.continuation(prompt, job.sampling_params)
+
+    async def continuation(self, prompt: list[int], sampling_params: dict) -> Decoded:
+        """The answer to a prompt given as tokens. Raises RequestFailed."""
         body = {"input_ids": prompt, "return_logprob": True, "top_logprobs_num": TOP_TOKENS}
         return Decoded.from_response(
-            prompt, await self._post("/generate", {**body, "sampling_params": job.sampling_params})
+            prompt, await self._post("/generate", {**body, "sampling_params": sampling_params})
         )
 
 

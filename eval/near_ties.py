@@ -52,23 +52,34 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def divergence(index: int, plain: Decoded, tree: Decoded, exact: Logits) -> dict | None:
-    """Prompt `index`'s first difference and its gaps (natural log units); None if the answers are equal.
+def parting(index: int, plain: Decoded, tree: Decoded) -> dict | None:
+    """Prompt `index`'s first position of difference and the two tokens there; None if the answers are equal.
 
-    Where one answer merely ends before the other, the missing token and all gaps are None.
+    Where one answer merely ends before the other, the missing token is None.
     """
     at = first_difference(plain.tokens, tree.tokens)
     if at is None:
         return None
     ours, theirs = (answer.tokens[at] if at < len(answer.tokens) else None for answer in (plain, tree))
-    found = {"prompt": index, "token": at, "plain_token": ours, "tree_token": theirs}
+    return {"prompt": index, "token": at, "plain_token": ours, "tree_token": theirs}
+
+
+def divergence(index: int, plain: Decoded, tree: Decoded, exact: Logits) -> dict | None:
+    """Prompt `index`'s first difference and its gaps (natural log units); None if the answers are equal.
+
+    Where one answer merely ends before the other, the missing token and all gaps are None.
+    """
+    found = parting(index, plain, tree)
+    if found is None:
+        return None
+    at, ours, theirs = found["token"], found["plain_token"], found["tree_token"]
     names = ("gap_float32", "gap_bf16", "gap_bf16_tree", "top_logit", "units", "error_bf16", "error_bf16_tree")
     gaps: dict[str, float | None] = dict.fromkeys(names)
     if ours is not None and theirs is not None:
         logits = exact(plain.prompt + plain.tokens[:at])
         exact_gap = gaps["gap_float32"] = (logits[ours] - logits[theirs]).item()
-        gaps["gap_bf16"] = _gap(plain.top[at], ours, theirs)
-        gaps["gap_bf16_tree"] = _gap(tree.top[at], theirs, ours)
+        gaps["gap_bf16"] = gap(plain.top[at], ours, theirs)
+        gaps["gap_bf16_tree"] = gap(tree.top[at], theirs, ours)
         gaps["top_logit"] = logits.max().item()
         if None not in (gaps["gap_bf16"], gaps["gap_bf16_tree"]):
             disagreement = gaps["gap_bf16"] + gaps["gap_bf16_tree"]
@@ -78,13 +89,13 @@ def divergence(index: int, plain: Decoded, tree: Decoded, exact: Logits) -> dict
     return found | gaps
 
 
-def _gap(top: dict[int, float], chosen: int, other: int) -> float | None:
+def gap(top: dict[int, float], chosen: int, other: int) -> float | None:
+    """By how much (natural log units) `chosen` is likelier than `other`; None where one is not among `top`."""
     return top[chosen] - top[other] if chosen in top and other in top else None
 
 
-def compare(plain: list[Decoded], tree: list[Decoded], exact: Logits) -> dict:
-    """The part of a row that two lists of answers to the same prompts give."""
-    found = [divergence(i, a, b, exact) for i, (a, b) in enumerate(zip(plain, tree, strict=True))]
+def counts(plain: list[Decoded], found: list[dict | None]) -> dict:
+    """What a row says of plain decoding's answers and their first differences, None where the other is equal."""
     divergences = [item for item in found if item is not None]
     unequal = {item["prompt"]: item["token"] for item in divergences}
     return {
@@ -92,8 +103,15 @@ def compare(plain: list[Decoded], tree: list[Decoded], exact: Logits) -> dict:
         "identical": len(plain) - len(divergences),
         "tokens_compared": sum(unequal.get(i, len(answer.tokens)) for i, answer in enumerate(plain)),
         "divergences": divergences,
-        "largest_gap": max((abs(item["gap_float32"] or 0.0) for item in divergences), default=0.0),
-        "largest_units": max((item["units"] or 0.0 for item in divergences), default=0.0),
+    }
+
+
+def compare(plain: list[Decoded], tree: list[Decoded], exact: Logits) -> dict:
+    """The part of a row that two lists of answers to the same prompts give."""
+    row = counts(plain, [divergence(i, a, b, exact) for i, (a, b) in enumerate(zip(plain, tree, strict=True))])
+    return row | {
+        "largest_gap": max((abs(item["gap_float32"] or 0.0) for item in row["divergences"]), default=0.0),
+        "largest_units": max((item["units"] or 0.0 for item in row["divergences"]), default=0.0),
     }
 
 

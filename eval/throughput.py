@@ -14,7 +14,6 @@ chunk to its last, `inflation` that over plain decoding's, `speed_up` the ratio 
 
 import argparse
 import json
-import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from sgl_specflow.eval.acceptance import DRAFTERS, base_flags, server_settings
 from sgl_specflow.eval.arguments import numbers, result_file
-from sgl_specflow.eval.backends import Streamed, StreamingBackend
+from sgl_specflow.eval.backends import Streamed, StreamingBackend, empty_prefix_cache
 from sgl_specflow.eval.lossless import answers_in_order
 from sgl_specflow.eval.prompts import rows as test_rows
 from sgl_specflow.eval.record import describe
@@ -101,8 +100,7 @@ def row(drafter: str, budget: int | None, batch: int, dataset: str, tally: Tally
 
 def one_round(server: Server, jobs: list[Job], batch: int) -> list[list[Streamed]]:
     """All jobs in groups of `batch`, on an empty prefix cache."""
-    with urllib.request.urlopen(server.url + "/flush_cache?timeout=30", timeout=60):
-        pass
+    empty_prefix_cache(server.url)
     groups = [jobs[i : i + batch] for i in range(0, len(jobs), batch)]
     return [answers_in_order(server, group, batch, StreamingBackend) for group in groups]
 

@@ -55,6 +55,7 @@ def test_a_result_file_can_be_written(tmp_path):
         ("gdn --out OUT --heads 16,48", "give key heads, value heads and dimension"),
         ("inflation --model qwen3-8b --out OUT", "needs a CUDA GPU"),
         ("tree_attention --out OUT", "needs a CUDA GPU"),
+        ("quantised_target --model-path M --data /nope --out OUT", "needs a CUDA GPU"),
     ],
 )
 def test_commands_end_with_one_line_and_no_traceback(tmp_path, words, message):
