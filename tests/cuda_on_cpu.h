@@ -235,8 +235,11 @@ inline void* pointer(unsigned low, unsigned high) {
     return reinterpret_cast<void*>(uint64_t(low) | uint64_t(high) << 32);
 }
 inline float bf16_half(unsigned word, int half) { return as_float(half ? word & 0xffff0000u : word << 16); }
-// To nearest even; for numbers within float16's range.
+// To nearest even.
 inline unsigned round_f16(float x) {
+    const unsigned sign_of_all = std::signbit(x) ? 0x8000u : 0u;
+    if (std::isnan(x)) return 0x7fff;
+    if (std::fabs(x) >= 65520.0f) return sign_of_all | 0x7c00u;
     int exponent;
     std::frexp(x, &exponent);
     const int unit = x == 0.0f ? -24 : std::max(exponent, -13) - 11;  // the last place is worth 2^unit

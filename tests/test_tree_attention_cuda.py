@@ -51,6 +51,7 @@ WIDE_GRID = [
     ((200, 3), 16, (6, 1), 3, {**WIDE, "padding": 2}),
     ((450,), 33, (6, 1), 2, {**WIDE, "strided": True, "dtype": HALF}),
     ((90,), 13, (12, 2), 7, {**WIDE, "sinks": True, "options": {"logit_cap": 2.0, "v_scale": 3.0}}),
+    ((700,), 5, (6, 1), 1, {**WIDE}),  # a group without rows, and more tiles than the ring holds
 ]
 ON_THE_GPU = [
     (prefix, nodes, heads, splits, {"dtype": dtype, "padding": nodes // 5})
@@ -249,21 +250,39 @@ def test_launches_follow_one_another_on_one_scratch(dtype, form):
         assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
+PARTS = {  # entry, and what becomes of its inputs: sizes at which float16 parts could go wrong
+    "tiny": (((300,), 9, (4, 1), 3, {}), lambda inputs: inputs["v_pool"].mul_(2.0**-118)),
+    "huge": (((300,), 9, (4, 1), 3, {}), lambda inputs: inputs["v_pool"].mul_(2.0**110)),
+    "columns far apart": (((300,), 9, (4, 1), 3, {}), lambda inputs: inputs["v_pool"][:, :, ::2].mul_(2.0**24)),
+    # The second part has 257 keys: 257 * 255 = 2^16 - 1, just below a power of two.
+    "below a power of two": (
+        ((570,), 7, (4, 1), 2, {"shape": "bidirectional"}),
+        lambda inputs: (inputs["q"].zero_(), inputs["v_pool"].fill_(255 / 128)),
+    ),
+}
+
+
 @on_cpu
-@pytest.mark.parametrize("size", [2.0**-100, 2.0**-20, 1.0, 2.0**60, 2.0**120])
-def test_parts_keep_values_of_any_size(size):
-    """Also where a row's greatest is far from 1, and beside values that are much smaller."""
-    entry = ((300,), 9, (4, 1), 3, {})
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_keep_values_of_any_size(name):
+    entry, change = PARTS[name]
     inputs = inputs_of(entry)
-    inputs["v_pool"][:, :, ::2] *= size
-    out, variant = inputs["out"], variant_of(entry, wgmma=True)
-    attention_on_cpu(inputs, variant)
-    exact = tree_attention_naive(**dict(inputs, q=inputs["q"].double(), out=None))
-    weights = tree_attention_naive(
-        **dict(inputs, q=inputs["q"].double(), v_pool=inputs["v_pool"].double().abs(), out=None)
-    )
-    allowed = torch.finfo(BFLOAT).eps / 2 * (exact.abs() + weights) + 2.0**-12 * weights.amax(-1, keepdim=True)
-    assert ((out.double() - exact).abs() <= allowed).all()
+    change(inputs)
+    out = attention_on_cpu(inputs, variant_of(entry, wgmma=True))
+    exact = dict(inputs, q=inputs["q"].double(), out=None)
+    expected = tree_attention_naive(**exact)
+    size = tree_attention_naive(**dict(exact, v_pool=inputs["v_pool"].double().abs()))
+    allowed = torch.finfo(BFLOAT).eps / 2 * (expected.abs() + size) + 2.0**-133
+    assert ((out.double() - expected).abs() <= allowed).all()
+
+
+@on_cpu
+def test_rows_that_see_nothing_in_any_part_are_zero():
+    entry = ((0,), 100, (1, 1), 2, {})
+    inputs = inputs_of(entry)  # whose last node sees nothing
+    out = attention_on_cpu(inputs, variant_of(entry, wgmma=True))
+    assert_attention(out, inputs)
+    assert (out[-1] == 0).all() and (out[:-1] != 0).any()
 
 
 def test_what_the_kernel_does_not_take():

@@ -17,10 +17,10 @@
 // the end of each, and must not run at the same time.
 //
 // Of bfloat16, parts are float16, scaled by a power of two to the greatest of their row: an eighth of the error of the result's
-// rounding. Of float16 they are float32.
+// rounding, for all columns down to 2^-28 of the greatest. Of float16 they are float32.
 //
 // What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
-// later a tile's slots are read a turn before its keys and values are asked for. Ancestor bits are read once a block,
+// later a tile's slots are read a turn (of a pipeline three) before its keys and values are asked for. Ancestor bits are read once a block,
 // while the first tiles are under way, and only where the block has tiles of the tree.
 //
 // Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), 64 columns of a head after the other, and the 16-byte
@@ -42,8 +42,8 @@
 // are mma.sync, all warps copy, and they meet once a turn.
 //
 // Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
-// 2), SPLITS (1 to 32), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped), WGMMA and
-// SHARED_BYTES (what cuda_kernel.py gives a block).
+// 2), SPLITS (1 to 32), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped), WGMMA,
+// SHARED_BYTES and PART_BYTES (what cuda_kernel.py gives a block).
 #ifndef CUDA_ON_CPU
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
@@ -429,8 +429,7 @@ struct Block {
                 arrive_when_copied(&shared.full[stage]);
                 ++unit;
             }
-        }
-        copy_async_wait<0>();
+        }  // what is still under way is waited for by those who read it
     }
     __device__ __forceinline__ void wait_for_unit(int unit) const {
         wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
@@ -760,7 +759,7 @@ struct Rows {
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
             constexpr unsigned HALFS_EXPONENT = 14;  // numbers below 2^15
-            const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);  // of 2, and 127; unit stays normal
+            const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);  // with float32's bias of 127; the least, that unit is normal
             const float scale = __uint_as_float((127 + HALFS_EXPONENT + 127 - exponent) << 23);
             note.unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
 #endif
