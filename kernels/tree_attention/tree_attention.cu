@@ -1,49 +1,49 @@
-// Tree attention in one launch, for Hopper: heads of 128 or 256, K and V of q's dtype, up to 256 nodes, no sliding window (see
-// cuda_kernel.py; dispatch.py has the contract).
+// Tree attention in one launch, for Hopper: heads of 128 or 256, K and V of q's dtype, up to 256 nodes, no sliding window
+// (see cuda_kernel.py; dispatch.py has the contract).
 //
-// A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are
-// (node, head) pairs of one kv head. SPLITS blocks have the same rows and share the tiles, as many of them as there are tiles
-// at most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths.
+// A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are (node,
+// head) pairs of one kv head. SPLITS blocks have the same rows and share the tiles, as many of them as there are tiles at
+// most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths.
 //
-// At the end each block leaves the sums, peaks and totals of its rows in scratch in global memory, waits until all that share
-// its rows have done so, and merges a part of the rows, in the order of the blocks: the bits do not depend on who comes last.
-// Who waits must not keep from running whom it waits for: cuda_kernel.py launches no more blocks than the device runs together,
-// cooperatively. Through shared memory of a cluster the same took longer, since clusters of most sizes leave a quarter of the
-// chip idle, and what a block reads of another's shared memory comes at some 12 bytes a clock.
+// At the end each block leaves the sums, peaks and totals of its rows in scratch in global memory, waits until all that
+// share its rows have done so, and merges a part of the rows, in the order of the blocks: the bits do not depend on who
+// comes last. Who waits must not keep from running whom it waits for: cuda_kernel.py launches no more blocks than the device
+// runs together, cooperatively. Through shared memory of a cluster the same took longer, since clusters of most sizes leave
+// a quarter of the chip idle, and what a block reads of another's shared memory comes at some 12 bytes a clock.
 //
-// Why a block sees all parts: its threads write theirs and meet at a barrier of the block, behind which one thread arrives at
-// the counter, an atomic release and acquire at GPU scope; the last to arrive ends the wait by a release of the generation, which
-// the waiting threads acquire, and another barrier of the block passes that on. Launches share a counter, which is 0 again at
-// the end of each, and must not run at the same time.
+// Why a block sees all parts: its threads write theirs and meet at a barrier of the block, behind which one thread arrives
+// at the counter, an atomic release and acquire at GPU scope; the last to arrive ends the wait by a release of the
+// generation, which the waiting threads acquire, and another barrier of the block passes that on. Launches share a counter,
+// which is 0 again at the end of each, and must not run at the same time.
 //
-// Of bfloat16, parts are float16, scaled by a power of two to the greatest of their row: an eighth of the error of the result's
-// rounding, for all columns down to 2^-28 of the greatest. Of float16 they are float32.
+// Of bfloat16, parts are float16, scaled by a power of two to the greatest of their row: an eighth of the error of the
+// result's rounding, for all columns down to 2^-28 of the greatest. Of float16 they are float32.
 //
 // What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
-// later a tile's slots are read a turn (of a pipeline three) before its keys and values are asked for. Ancestor bits are read once a block,
-// while the first tiles are under way, and only where the block has tiles of the tree.
+// later a tile's slots are read a turn (of a pipeline three) before its keys and values are asked for. Ancestor bits are
+// read once a block, while the first tiles are under way, and only where the block has tiles of the tree.
 //
 // Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), 64 columns of a head after the other, and the 16-byte
-// pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets
-// no bank twice in it.
+// pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets no
+// bank twice in it.
 //
-// A block has two groups of four warps; a warp has 16 rows, its lanes hold what the operands and results of both
-// m16n8k16 and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on,
-// the groups have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split, whose
-// sums the second group gives to the first through shared memory.
+// A block has two groups of four warps; a warp has 16 rows, its lanes hold what the operands and results of both m16n8k16
+// and wgmma lay down: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1 of each eight. Of 65 rows on, the groups
+// have different rows (ROW_GROUPS 2); to 64 they have the same, and different tiles: one more way to split, whose sums the
+// second group gives to the first through shared memory.
 //
-// With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has
-// two turns, and ROW_GROUPS is always 2.
+// With heads of 256 the sums take half of the registers, so q stays in shared memory, where wgmma reads it; the ring has two
+// turns, and ROW_GROUPS is always 2.
 //
 // With WGMMA, which needs sm_90a, products are Hopper's instruction, and the work is a pipeline: four more warps read all
-// slots and copy all keys and values, and the groups go through the tiles at their own pace. The ring then holds units, of
-// keys or of values of a turn, each with a barrier that says that it is full and one that says that it is empty. wgmma sees
-// copies behind a fence of those who read, who have no copies under way that a fence might wait for. Without WGMMA products
-// are mma.sync, all warps copy, and they meet once a turn.
+// slots and copy all keys and values. Groups of the same tiles begin their products in turn, those of different tiles go at
+// their own pace. The ring then holds units, of keys or of values of a turn, each with a barrier that says that it is full
+// and one that says that it is empty. wgmma sees copies behind a fence of those who read, who have no copies under way that
+// a fence might wait for. Without WGMMA products are mma.sync, all warps copy, and they meet once a turn.
 //
-// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or
-// 2), SPLITS (1 to 32), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped), WGMMA,
-// SHARED_BYTES and PART_BYTES (what cuda_kernel.py gives a block).
+// Compiled for HALF (0: bfloat16, 1: float16), HEAD_DIM (128 or 256), GROUP (query heads of a kv head), ROW_GROUPS (1 or 2),
+// SPLITS (1 to 32), STAGES (turns that the ring holds, or units), CAPPED (whether logits are capped), WGMMA, SHARED_BYTES
+// and PART_BYTES (what cuda_kernel.py gives a block).
 #ifndef CUDA_ON_CPU
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
@@ -758,8 +758,9 @@ struct Rows {
                 most = fmaxf(most, fmaxf(fabsf(sums[n / 16][n % 16][i * 2]), fabsf(sums[n / 16][n % 16][i * 2 + 1])));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            constexpr unsigned HALFS_EXPONENT = 14;  // numbers below 2^15
-            const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);  // with float32's bias of 127; the least, that unit is normal
+            // Numbers are below 2^15; exponents have float32's bias of 127, the least makes `unit` normal.
+            constexpr unsigned HALFS_EXPONENT = 14;
+            const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);
             const float scale = __uint_as_float((127 + HALFS_EXPONENT + 127 - exponent) << 23);
             note.unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
 #endif

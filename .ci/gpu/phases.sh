@@ -1,0 +1,38 @@
+# sourced by main.sh and tp2.sh: how a part runs
+# part NAME SECONDS COMMAND...: its console in console/NAME.log, its status in $FLAGS/phases
+part() {
+  local name=$1 seconds=$2 begun=$(date +%s) rc; shift 2
+  say "$name: $*" > $LOGS/console/$name.log
+  timeout -s TERM -k 20 "$seconds" "$@" >> $LOGS/console/$name.log 2>&1 < /dev/null; rc=$?
+  echo "$name:rc=$rc:$(( $(date +%s) - begun ))s" >> $FLAGS/phases
+  say "$name ended with $rc after $(( $(date +%s) - begun )) s"
+  return $rc
+}
+# Servers that a part left behind, by their ids: everything on this bare machine's card is ours.
+sweep() {
+  command -v nvidia-smi >/dev/null || return 0
+  local pids pid
+  for i in $(seq 15); do
+    pids=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+$'); [ -z "$pids" ] && break; sleep 1
+  done
+  ps -eo pid,args | grep -E 'sglang[.]launch_server|sglang::' | grep -v grep | while read -r pid _; do kill -KILL "$pid" 2>/dev/null; done
+  for pid in $pids; do kill -KILL "$pid" 2>/dev/null; done
+  sleep 1
+}
+
+# keep_logs FOLDER...: the servers' logs out of pytest's folders in $N
+keep_logs() {
+  local f l
+  for f in "$@"; do
+    find $N/$f -name '*.log' 2>/dev/null | while read -r l; do
+      mkdir -p $LOGS/$f; cp "$l" "$LOGS/$f/$(echo "${l#$N/$f/}" | tr / _)"
+    done
+  done
+}
+run_phases() {
+  START=$(date +%s); rm -f $FLAGS/all_done
+  for phase in "$@"; do
+    echo "$phase=started" >> $FLAGS/phases; say "phase $phase at $(( $(date +%s) - START )) s"; $phase; sweep
+  done
+  touch $FLAGS/all_done; say "all done at $(( $(date +%s) - START )) s"
+}
