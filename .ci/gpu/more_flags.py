@@ -1,4 +1,5 @@
 """pytest plugin: server flags of the tests' servers on two GPUs, from MORE_SERVER_FLAGS."""
+
 import os
 import sys
 
