@@ -116,16 +116,22 @@ def test_every_rank_gets_the_rows_of_all(monkeypatch):
     assert all(torch.equal(rows, table) for rows in ranks.run(one))
 
 
-def test_an_embedding_that_is_cut_otherwise_is_refused():
-    def target(first, rows):
+def test_an_embedding_that_is_cut_otherwise_is_refused(monkeypatch):
+    def target(rows, first=None):
         embedding = torch.nn.Embedding(rows, HIDDEN)
-        embedding.shard_indices = types.SimpleNamespace(org_vocab_start_index=first, num_org_elements=rows - 1)
+        if first is not None:
+            embedding.shard_indices = types.SimpleNamespace(org_vocab_start_index=first, num_org_elements=rows - 1)
         return TargetVocabulary(embedding, torch.randn(15, HIDDEN), 16, 0.0, 1.0, 40, 16)
 
+    monkeypatch.setattr(marginals, "get_parallel", lambda: types.SimpleNamespace(tp_size=2))
     assert target(16, 16).embedding_rows().shape == (15, HIDDEN)
-    for first, rows in ((0, 16), (16, 41)):
+    for rows, first in ((16, 0), (41, 16)):
         with pytest.raises(SpecflowConfigError, match=f"embedding of {rows - 1} tokens from {first} on"):
-            target(first, rows).embedding_rows()
+            target(rows, first).embedding_rows()
+    with pytest.raises(SpecflowConfigError, match="an embedding that is not cut"):
+        target(40).embedding_rows()
+    monkeypatch.setattr(marginals, "get_parallel", lambda: types.SimpleNamespace(tp_size=1))
+    assert target(40).embedding_rows().shape == (15, HIDDEN)
 
 
 def test_an_fp8_copy_of_the_lm_head_scores_nearly_the_same():

@@ -63,13 +63,15 @@ class TargetVocabulary:
     def embedding_rows(self) -> torch.Tensor:
         """The embedding's [this rank's vocabulary rows, H], of the same tokens as `weight`'s; SpecflowConfigError if the
         target cuts the two differently."""
-        shard = getattr(self.embedding, "shard_indices", None)
-        first = int(shard.org_vocab_start_index) if shard is not None else 0
-        rows = int(shard.num_org_elements) if shard is not None else self.embedding.weight.shape[0]
-        if (first, rows) != (self.first_token, self.weight.shape[0]):
+        rows, shard = self.weight.shape[0], getattr(self.embedding, "shard_indices", None)
+        if shard is None:
+            alike, has = get_parallel().tp_size == 1, "an embedding that is not cut"
+        else:
+            first, count = int(shard.org_vocab_start_index), int(shard.num_org_elements)
+            alike, has = (first, count) == (self.first_token, rows), f"the embedding of {count} tokens from {first} on"
+        if not alike:
             raise SpecflowConfigError(
-                given=f"a target whose rank has the embedding of {rows} tokens from {first} on, and the LM head of "
-                f"{self.weight.shape[0]} from {self.first_token} on",
+                given=f"a target whose rank has {has}, and the LM head of {rows} from {self.first_token} on",
                 allowed="an embedding and an LM head that SGLang cuts alike",
                 todo="serve it on one GPU, or without a Weaver (ddtree)",
             )
