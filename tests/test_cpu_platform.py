@@ -1,5 +1,6 @@
 """SGLang on the CPU reference platform: its selection, its flags, its PyTorch kernels, and text against transformers."""
 
+import functools
 import inspect
 import json
 import os
@@ -496,7 +497,8 @@ def test_sampling_filters_and_biases(page_1):
     "make, dtype, tolerance",
     [
         (tiny_models.make_tiny_qwen3, "bfloat16", 0.25),
-        (tiny_models.make_tiny_qwen3_moe, "float16", 0.05),
+        # All experts: where two are nearly as good, float16 chooses as the processor rounds, and the reference another.
+        (functools.partial(tiny_models.make_tiny_qwen3_moe, chosen=8), "float16", 0.05),
     ],
 )
 def test_half_precision_and_other_models(make, dtype, tolerance, tmp_path):

@@ -89,12 +89,14 @@ def make_tiny_qwen3(folder, vocab: int = 320, layers: int = 4, seed: int = 0) ->
     return _save(Qwen3Config(**_shape(vocab, layers)), folder, seed)
 
 
-def make_tiny_qwen3_moe(folder, vocab: int = 320, layers: int = 4, seed: int = 0, experts: int = 8) -> Path:
+def make_tiny_qwen3_moe(
+    folder, vocab: int = 320, layers: int = 4, seed: int = 0, experts: int = 8, chosen: int = 2
+) -> Path:
     config = Qwen3MoeConfig(
         **_shape(vocab, layers),
         moe_intermediate_size=32,
         num_experts=experts,
-        num_experts_per_tok=2,
+        num_experts_per_tok=chosen,
         norm_topk_prob=True,
         decoder_sparse_step=1,
     )
