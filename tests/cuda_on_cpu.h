@@ -80,6 +80,8 @@ static int running;
 static long arrivals;  // at barriers that threads spin for
 static long meetings;  // arrivals where blocks wait for each other
 static int block_threads, first_block;
+static unsigned dice;
+inline unsigned roll(unsigned sides) { return ((dice = dice * 1664525u + 1013904223u) >> 16) % sides; }
 struct Range {
     const void* address;
     size_t bytes;
@@ -129,10 +131,14 @@ inline unsigned char* shared_base(int block) {
 }
 inline unsigned char* shared_base() { return shared_base(running / block_threads); }
 
-// Blocks blockIdx.x to blockIdx.x + blocks - 1 together; MOST_WARPS at most.
-inline void
-run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
+// Blocks blockIdx.x to blockIdx.x + blocks - 1 together; MOST_WARPS at most. order: 0: warps run in order, each until it
+// waits; 1: backwards; more: a seed for warps of different speeds that also give way where they need not.
+inline void run_cluster(int blocks, int block_size, size_t shared_bytes, int order, const std::function<void()>& kernel) {
     const int threads = blocks * block_size;
+    const bool reversed = order == 1, restless = order > 1;
+    dice = order * 2654435761u;
+    unsigned laziness[MOST_WARPS];
+    for (unsigned& lazy : laziness) lazy = roll(2) ? 15 : roll(12);
     if (threads > MOST_WARPS * 32) fail("too many threads for a cluster");
     block_threads = block_size;
     first_block = blockIdx.x;
@@ -164,6 +170,10 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
         for (;;) {
             for (int i = 0; i < warps; ++i) {
                 const int warp = block * warps + (reversed ? warps - 1 - i : i);
+                if (restless && roll(16) < laziness[warp]) {
+                    const auto spins = [](const Fiber& fiber) { return fiber.status == SPINNING; };
+                    if (std::none_of(fibers.begin() + warp * 32, fibers.begin() + warp * 32 + 32, spins)) continue;
+                }
                 for (bool again = false;;) {
                     int at_warp = 0, spinning = 0;
                     for (int lane = 0; lane < 32; ++lane) {
@@ -182,8 +192,10 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
                             fail("lanes meet at different warp instructions");
                     if (fibers[warp * 32].operation) fibers[warp * 32].operation(inputs[warp], outputs[warp]);
                     for (int lane = 0; lane < 32; ++lane) fibers[warp * 32 + lane].status = READY;
+                    if (restless && roll(4) == 0) break;
                 }
             }
+            if (in(READY)) continue;
             if (in(DONE) == block_size || in(AT_CLUSTER) == block_size) return in(DONE) == block_size;
             if (in(SPINNING) && arrivals == before && !in(AT_MEETING)) fail("threads wait for a barrier that nobody completes");
             if (in(SPINNING) && arrivals != before) {
@@ -212,8 +224,8 @@ run_cluster(int blocks, int block_size, size_t shared_bytes, bool reversed, cons
         for (size_t i = 0; i < CANARY; ++i)
             if (shared_base(block)[shared_bytes + i] != 0xff) fail("shared memory is overrun");
 }
-inline void run_block(int threads, size_t shared_bytes, bool reversed, const std::function<void()>& kernel) {
-    run_cluster(1, threads, shared_bytes, reversed, kernel);
+inline void run_block(int threads, size_t shared_bytes, int order, const std::function<void()>& kernel) {
+    run_cluster(1, threads, shared_bytes, order, kernel);
 }
 
 inline float as_float(unsigned x) {
@@ -385,6 +397,7 @@ inline float __expf(float x) { return expf(x); }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline unsigned load_32(const void* from) { return *static_cast<const unsigned*>(from); }
 inline unsigned load_16(const void* from) { return *static_cast<const uint16_t*>(from); }
+inline uint4 load_128(const void* from) { return *static_cast<const uint4*>(from); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
@@ -468,3 +481,6 @@ inline void mma_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned
     multiply_add(c, a, b0, b1, on_cpu::multiply<on_cpu::f16_half>);
 }
 inline unsigned pack_bf16(float low, float high) { return on_cpu::round_bf16(low) | on_cpu::round_bf16(high) << 16; }
+inline unsigned pack_f16(float low, float high) { return on_cpu::round_f16(low) | on_cpu::round_f16(high) << 16; }
+inline float low_f16(unsigned x) { return on_cpu::f16_half(x, 0); }
+inline float high_f16(unsigned x) { return on_cpu::f16_half(x, 1); }

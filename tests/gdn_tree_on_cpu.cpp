@@ -3,19 +3,19 @@
 #include "gdn_tree.cu"
 
 template <class Arguments>
-static void run(void (*kernel)(Arguments), const Arguments& arguments, size_t shared_bytes, const int* grid, int reversed) {
+static void run(void (*kernel)(Arguments), const Arguments& arguments, size_t shared_bytes, const int* grid, int order) {
     gridDim = {grid[0], grid[1], grid[2]};
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; ++x) {
                 blockIdx = {x, y, z};
-                on_cpu::run_block(THREADS, shared_bytes, reversed, [&] { kernel(arguments); });
+                on_cpu::run_block(THREADS, shared_bytes, order, [&] { kernel(arguments); });
             }
 }
 
-extern "C" void verify_on_cpu(const VerifyArguments* arguments, size_t shared_bytes, const int* grid, int reversed) {
-    run(gdn_tree_verify, *arguments, shared_bytes, grid, reversed);
+extern "C" void verify_on_cpu(const VerifyArguments* arguments, size_t shared_bytes, const int* grid, int order) {
+    run(gdn_tree_verify, *arguments, shared_bytes, grid, order);
 }
-extern "C" void flush_on_cpu(const FlushArguments* arguments, size_t shared_bytes, const int* grid, int reversed) {
-    run(gdn_tree_flush, *arguments, shared_bytes, grid, reversed);
+extern "C" void flush_on_cpu(const FlushArguments* arguments, size_t shared_bytes, const int* grid, int order) {
+    run(gdn_tree_flush, *arguments, shared_bytes, grid, order);
 }

@@ -48,9 +48,9 @@ def test_compiles_with_nvcc(target, nodes, dim, state_bf16, tmp_path):
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 def test_shapes_of_every_node_count(limit):
-    """Hopper serves 256 nodes, Ampere's shared memory 208."""
+    """Hopper serves 256 nodes, Ampere's shared memory 240."""
     served = [nodes for nodes in range(1, 257) if cuda_kernel.select_shape(nodes, 128, 128, False, limit)]
-    assert served == list(range(1, (256 if limit == LIMITS["sm_90a"] else 208) + 1))
+    assert served == list(range(1, (256 if limit == LIMITS["sm_90a"] else 240) + 1))
     slices = {cuda_kernel.select_shape(nodes, 128, 128, False, LIMITS["sm_90a"]).value_slice for nodes in range(1, 257)}
     assert slices == {64}
 

@@ -39,7 +39,7 @@ def test_tiles_are_the_triangular_form(nodes, shape, beta, repeated_keys):
 
 
 def test_operand_rounding_of_the_tiles():
-    """float32 with the kernel's bfloat16 terms: U keeps float32's accuracy, O loses far less than its bfloat16 store."""
+    """float32 with the kernel's terms: U keeps float32's accuracy, O loses a fifth of what its bfloat16 store does."""
     layer = make_layer(1, [parents("recent", 70)], 2, 2, 64, dtype=torch.float32)
     exact = make_layer(1, [parents("recent", 70)], 2, 2, 64, dtype=torch.float64)
     visible = unpack_bits(layer.ancestors[0], 70)
@@ -50,7 +50,7 @@ def test_operand_rounding_of_the_tiles():
 
     expected, rounded = verify(exact, False), verify(layer, True)
     assert relative_error(rounded.u, expected.u) < 2e-6
-    assert relative_error(rounded.out, expected.out) < 2e-5
+    assert relative_error(rounded.out, expected.out) < 3.5e-4
 
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="g++ is missing: it builds the CUDA source for the CPU")
@@ -103,29 +103,59 @@ def in_float64(layer):
     ],
 )
 def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options):
-    """Three steps of verify, accept, commit: the warps run in order, then backwards, to the same bits."""
+    """Three steps of verify, accept, commit: warps in order, backwards and at different speeds give the same bits."""
     layer = make_layer(2, [parents(*tree) for tree in trees], *heads, *dims, **options)
     state_bf16 = layer.state.dtype == torch.bfloat16
     shape = KernelShape(-(-layer.ancestors.shape[1] // 16), *dims, value_slice, state_bf16, limit)
     assert shape.fits
     scale = dims[0] ** -0.5
-    backwards, exact = copy.deepcopy(layer), in_float64(layer)
+    again, exact = copy.deepcopy(layer), in_float64(layer)
     for step in range(3):
         out = gdn_on_cpu.verify_on_cpu(shape, layer, scale)
-        assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, backwards, scale, backwards=True), out)
+        assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, again, scale, order=1 + step), out)
         expected = gdn_tree_verify(*exact.arguments())
         # A bfloat16 state is rounded at each commit, and the error that this makes grows with the decay's memory.
         assert relative_error(out, expected) < (1e-2 if state_bf16 else 2e-3)
         assert relative_error(layer.state, exact.state) < (1e-2 if state_bf16 else 1e-6)
         if not state_bf16:
             assert relative_error(layer.stash.u, exact.stash.u) < 2e-6
-        for each in (layer, backwards, exact):
+        for each in (layer, again, exact):
             accept_leaf(each, step)
             each.new_nodes(20 + step)
         exact.q, exact.k, exact.v, exact.a, exact.b = (
             x.double() for x in (layer.q, layer.k, layer.v, layer.a, layer.b)
         )
     check_flush(shape, layer, exact, 1e-2 if state_bf16 else 1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("nodes", [40, 100, 256])
+@pytest.mark.parametrize(
+    "values, outlier, state",
+    [
+        (2.0**60, 1.0, 1.0),
+        (2.0**-60, 1.0, 2.0**-60),
+        (1.0, 1.0, 2.0**40),
+        (1.0, 2.0**14, 0.0),
+        (0.0, 0.0, 1.0),
+        (0.0, 0.0, 0.0),
+    ],
+    ids=str,
+)
+def test_numbers_of_any_size(nodes, values, outlier, state):
+    """float16 terms of U are scaled to what v and the state are; one great v costs the others nothing that counts."""
+    layer = make_layer(5, [parents("recent", nodes)], 1, 1, 128)
+    layer.v *= values
+    layer.v[nodes // 3] *= outlier
+    layer.state *= state
+    exact = in_float64(layer)
+    shape = KernelShape(-(-nodes // 16), 128, 128, 64, False, HOPPER)
+    out, expected = gdn_on_cpu.verify_on_cpu(shape, layer, 128**-0.5), gdn_tree_verify(*exact.arguments())
+    if not values and not state:
+        assert not out.any() and not layer.stash.u[layer.rows.long()].any()
+        return
+    assert relative_error(out, expected) < 2e-3
+    assert relative_error(layer.stash.u, exact.stash.u) < 2e-6
 
 
 def check_flush(shape, layer, exact, tolerance):

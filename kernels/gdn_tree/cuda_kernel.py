@@ -12,6 +12,7 @@ from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubi
 SOURCE = Path(__file__).with_name("gdn_tree.cu")
 HEADERS = [SOURCE.with_name(name) for name in ("intrinsics.cuh", "layout.cuh", "state.cuh")]
 TILE = 16
+TILE_BYTES = 1536  # of X and Y
 MAX_NODES = 256
 
 
@@ -52,8 +53,8 @@ class KernelShape:
         staged, values = self._state_bytes + words * 1024, nodes * self.value_slice * 2
         vectors = nodes * 20 + nodes * words * 4 + self.tiles * 4
         others = rows + self._path_bytes + vectors
-        apart = others + panel_tiles * 2560 + staged + values
-        return apart if apart <= self.shared_limit else others + max(panel_tiles * 2560, staged)
+        apart = others + panel_tiles * TILE_BYTES + staged + values
+        return apart if apart <= self.shared_limit else others + max(panel_tiles * TILE_BYTES, staged)
 
     @property
     def _state_bytes(self) -> int:

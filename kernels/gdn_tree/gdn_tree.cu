@@ -4,13 +4,15 @@
 // A block computes SLICE value columns of one value head of one request. The columns of U and O do not depend on each
 // other, so each warp owns 8 of them from the state to the output; warps meet only to make X and Y, the two matrices over
 // pairs of nodes, in panels of row tiles. Raw k and q enter the tensor cores as they are (bfloat16, exact); their
-// norms are row factors, applied in float32:
-//     u'_i = r_i b_i (v_i - r_i (e^{G_i} S k_i + sum_j e^{G_i - G_j} (k_j . k_i) u'_j)),  u'_i = r_i u_i, r_i = 1 / |k_i|
-//     o_i  = s_i (e^{G_i} S q_i + sum_j e^{G_i - G_j} (k_j . q_i) u'_j),                  s_i = scale / |q_i|
-//     S   <- e^{G_p} S + sum_j e^{G_p - G_j} u'_j k_j^T  over the accepted path that ends at p
-// Precision: float32 operands are sums of bfloat16 terms. S, X, the diagonal inverses and U have three for U, and S, Y and
-// U two for O, and what U depends on is summed in tensor cores over few products only (`add`), so that U and the state keep
-// float32's accuracy. G is summed in float64 and kept as two floats.
+// norms are factors, applied in float32:
+//     u_i = b_i (v_i - e^{G_i} r_i S k_i - sum_j e^{G_i - G_j} r_i r_j (k_j . k_i) u_j),  r_i = 1 / |k_i|
+//     o_i = scale s_i (e^{G_i} S q_i + sum_j e^{G_i - G_j} r_j (k_j . q_i) u_j),          s_i = 1 / |q_i|
+//     S  <- e^{G_p} S + sum_j e^{G_p - G_j} u'_j k_j^T  over the accepted path that ends at p, u'_j = r_j u_j
+// Precision: float32 operands are sums of terms. S has three bfloat16 terms for U and two for O. X, the diagonal inverses and U
+// have two float16 terms (22 bits) for U; Y, and U for it, one. float16's range is enough: no element of X, Y or the inverses
+// is above 1, and U has a bound, so that powers of two bring them where it has all its digits. What U depends on is summed in
+// tensor cores over few products only (`add`), but for products of small terms, so that U and the state keep float32's
+// accuracy. G is summed in float64 and kept as two floats.
 //
 // Compiled for one shape: GDN_TILES (16 nodes each), GDN_PANEL (row tiles of X and Y that shared memory holds at a
 // time), GDN_KEY_DIM, GDN_VALUE_DIM, GDN_SLICE, GDN_STATE_BF16, GDN_SHARED_LIMIT (bytes a block may use) and
@@ -25,21 +27,19 @@
 
 struct Shared {
     bf16 *k, *q;           // [NODES][KEY_DIM], pieces permuted
-    uint4* x;              // the panel's tiles of -X, and of the diagonal's (I + X)^-1 - I: [tile][term][lane], A fragments
-    uint4* y;              // its tiles of Y
+    uint4* tiles;          // the panel's, A fragments: [tile][-X great, -X small, Y][lane]; (I + X)^-1 - I for a diagonal's -X
     unsigned char* state;  // the block's columns
     double* sums;          // for each four nodes the sums of g over their subsets, [16]
     bf16* v;               // [NODES][SLICE], pieces permuted; not where OVERLAID
     PathNodes path;
     float2* g;  // log2(e) G as the sum of two floats
     float *beta, *norm, *q_norm;
-    unsigned *bits, *tiles;
+    unsigned *bits, *row_tiles;  // ancestor bits, and the tiles of a row tile that have any
     __device__ Shared(unsigned char* base) : path(base + SHARED_BYTES - VECTOR_BYTES - PATH_BYTES) {
         k = reinterpret_cast<bf16*>(base);
         q = reinterpret_cast<bf16*>(base + ROWS_BYTES);
         state = base + 2 * ROWS_BYTES;
-        x = reinterpret_cast<uint4*>(base + TILES_AT);
-        y = x + PANEL_TILES * X_TERM / 16;
+        tiles = reinterpret_cast<uint4*>(base + TILES_AT);
         sums = reinterpret_cast<double*>(state + STATE_BYTES);
         v = reinterpret_cast<bf16*>(state + STATE_BYTES + SUMS_BYTES);
         g = reinterpret_cast<float2*>(base + SHARED_BYTES - VECTOR_BYTES);
@@ -47,7 +47,7 @@ struct Shared {
         norm = beta + NODES;
         q_norm = norm + NODES;
         bits = reinterpret_cast<unsigned*>(q_norm + NODES);
-        tiles = bits + NODES * WORDS;
+        row_tiles = bits + NODES * WORDS;
     }
 };
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_nodes(const Shared& to, const NodeInputs& 
         }
 #pragma unroll
         for (int lanes = 1; lanes < 16; lanes *= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, lanes);
-        if (node % 16 == 0 && node < NODES) to.tiles[node / 16] = seen;
+        if (node % 16 == 0 && node < NODES) to.row_tiles[node / 16] = seen;
         const float x = low_half(inputs.a[n]) + bias, b = low_half(inputs.b[n]);
         const float softplus = x <= 20.0f ? log1pf(expf(x)) : x;
         const float own = real ? -rate * softplus : 0.0f;
@@ -212,6 +212,17 @@ __device__ __forceinline__ void row_norms(float* norms, bf16* rows, float scale,
     }
 }
 
+// A power of two that takes numbers of at most `most` below 2^`exponent`, and not far.
+__device__ __forceinline__ float scale_to(float most, int exponent) {
+    const int biased = 253 + exponent - int(__float_as_uint(most) >> 23);
+    return from_bits(unsigned(min(max(biased, 4), 227)) << 23);
+}
+__device__ __forceinline__ float inverse_of_power(float scale) { return from_bits((254u << 23) - __float_as_uint(scale)); }
+// The greatest magnitude in the warp.
+__device__ __forceinline__ float greatest_of_warp(float magnitude) {
+    return from_bits(__reduce_max_sync(0xffffffffu, __float_as_uint(magnitude)));
+}
+
 // Tiles (i, j), j <= i, of all row tiles before row tile i.
 __device__ __forceinline__ int tiles_before(int i) { return i * (i + 1) / 2; }
 // Where the panel of row tiles that begins with `panel` ends: as many as its memory holds, in groups of ROWS.
@@ -221,23 +232,21 @@ __device__ __forceinline__ int panel_end(int panel, int tiles) {
     return end;
 }
 
-// Tiles of X = beta r^2 e^{G_i - G_j} (k_i . k_j) and Y = e^{G_i - G_j} (q_i . k_j) of a panel's rows: -X and Y as A
-// fragments, and X of the diagonal as float32 for `invert_diagonal`.
+// Tiles of X = beta e^{G_i - G_j} (k_i . k_j) and Y = e^{G_i - G_j} (q_i . k_j), k and q of norm 1, of a panel's rows: -X and
+// Y as A fragments, and X of the diagonal as float32 for `invert_diagonal`. No element is above 1, nor one of (I + X)^-1.
 __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end, const Lane& lane) {
     const int before = tiles_before(panel), total = tiles_before(end) - before;
     // A warp's tiles follow each other in a row, whose fragments stay in registers where those are free.
     constexpr int KEPT = TILES <= 4 || OVERLAID ? 0 : K_STEPS;
-    constexpr int CHAINS = 2;  // sums of every other step: more products in flight, fewer cut sums
     int i = panel, loaded = -1;
     unsigned keys[KEPT + 1][4], queries[KEPT + 1][4];
 #pragma unroll 1
     for (int tile = total * lane.warp / WARPS; tile < total * (lane.warp + 1) / WARPS; ++tile) {
         while (tiles_before(i + 1) - before <= tile) ++i;
         const int j = tile + before - tiles_before(i);
-        uint4* x = at.x + tile * 96 + lane.lane;
-        uint4* y = at.y + tile * 64 + lane.lane;
-        if (!(at.tiles[i] >> j & 1)) {  // its neighbour's bits may have it read
-            x[0] = x[32] = x[64] = y[0] = y[32] = {0, 0, 0, 0};
+        uint4* to = at.tiles + tile * 96 + lane.lane;
+        if (!(at.row_tiles[i] >> j & 1)) {  // its neighbour's bits may have it read
+            to[0] = to[32] = to[64] = {0, 0, 0, 0};
             continue;
         }
         if (KEPT && loaded != i) {
@@ -247,7 +256,7 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
 #pragma unroll
             for (int step = 0; step < KEPT; ++step) load_rows(queries[step], at.q, i, step, lane);
         }
-        float products[2][CHAINS][2][4] = {};  // k or q, chain, column half
+        float products[2][2][4] = {};  // k or q, column half
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
             unsigned columns[4];
@@ -256,21 +265,24 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
             for (int of = 0; of < 2; ++of) {
                 unsigned (&rows)[4] = of ? queries[min(step, KEPT)] : keys[min(step, KEPT)];
                 if (step >= KEPT) load_rows(rows, of ? at.q : at.k, i, step, lane);
-                mma_bf16(products[of][step % CHAINS][0], rows, columns[0], columns[1]);
-                mma_bf16(products[of][step % CHAINS][1], rows, columns[2], columns[3]);
+                mma_bf16(products[of][0], rows, columns[0], columns[1]);
+                mma_bf16(products[of][1], rows, columns[2], columns[3]);
             }
         }
-        float of_k[2][4], of_q[2][4];
         float4 earlier[2];
+        float2 norms[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int n = 0; n < 2; ++n) {
             earlier[n] = *reinterpret_cast<const float4*>(at.g + j * 16 + n * 8 + 2 * lane.pair);
+            norms[n] = *reinterpret_cast<const float2*>(at.norm + j * 16 + n * 8 + 2 * lane.pair);
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int node = i * 16 + lane.row + half * 8;
             const unsigned bits = at.bits[node * WORDS + (j >> 1)] >> ((j & 1) * 16 + 2 * lane.pair);
             const float2 g = at.g[node];
-            const float factor = at.beta[node] * at.norm[node] * at.norm[node];
+            const float k_factor = (i == j ? 1.0f : -TILE_SCALE) * at.beta[node] * at.norm[node];
+            const float q_factor = TILE_SCALE * at.q_norm[node];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -278,26 +290,25 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
                     const int e = half * 2 + c;
                     const float between =
                         decay_between(g, c ? float2{earlier[n].z, earlier[n].w} : float2{earlier[n].x, earlier[n].y});
-                    const float decay = bits >> (n * 8 + c) & 1 ? between : 0.0f;
-                    of_k[n][e] = -(products[0][0][n][e] + products[0][1][n][e]) * (factor * decay);
-                    of_q[n][e] = (products[1][0][n][e] + products[1][1][n][e]) * decay;
+                    const float decay = bits >> (n * 8 + c) & 1 ? between * (c ? norms[n].y : norms[n].x) : 0.0f;
+                    products[0][n][e] *= k_factor * decay;
+                    products[1][n][e] *= q_factor * decay;
                 }
         }
-        uint4 terms[3], y_terms[2];
-        as_rows(of_q, y_terms);
-        y[0] = y_terms[0];
-        y[32] = y_terms[1];
+        uint4 x[2], y[1];
+        as_rows(products[1], y);
+        to[64] = y[0];
         if (i == j) {  // strictly below its own diagonal, which `invert_diagonal` does not read
-            float* square = reinterpret_cast<float*>(at.x + tile * 96) + 2 * lane.pair;
+            float* square = reinterpret_cast<float*>(to - lane.lane) + 2 * lane.pair;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                *reinterpret_cast<float2*>(square + lane.row * 16 + n * 8) = {-of_k[n][0], -of_k[n][1]};
-                *reinterpret_cast<float2*>(square + (lane.row + 8) * 16 + n * 8) = {-of_k[n][2], -of_k[n][3]};
+                *reinterpret_cast<float2*>(square + lane.row * 16 + n * 8) = {products[0][n][0], products[0][n][1]};
+                *reinterpret_cast<float2*>(square + (lane.row + 8) * 16 + n * 8) = {products[0][n][2], products[0][n][3]};
             }
         } else {
-            as_rows(of_k, terms);
-#pragma unroll
-            for (int term = 0; term < 3; ++term) x[term * 32] = terms[term];
+            as_rows(products[0], x);
+            to[0] = x[0];
+            to[32] = x[1];
         }
     }
 }
@@ -306,7 +317,7 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
 __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int end, const Lane& lane) {
     const int column = lane.lane & 15;
     for (int i = panel + lane.warp; i < end; i += WARPS) {
-        uint4* terms_at = at.x + (tiles_before(i) - tiles_before(panel) + i) * 96;
+        uint4* terms_at = at.tiles + (tiles_before(i) - tiles_before(panel) + i) * 96;
         float* x = reinterpret_cast<float*>(terms_at);
         float t[16];
 #pragma unroll
@@ -325,30 +336,27 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int
         __syncwarp();
         if (lane.lane < 16)
 #pragma unroll
-            for (int row = 0; row < 16; ++row) x[row * 16 + column] = row == column ? 0.0f : t[row];
+            for (int row = 0; row < 16; ++row) x[row * 16 + column] = row == column ? 0.0f : t[row] * TILE_SCALE;
         __syncwarp();
         float inverse[2][4];
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) inverse[n][e] = x[(lane.row + (e >> 1) * 8) * 16 + n * 8 + 2 * lane.pair + (e & 1)];
-        uint4 terms[3];
+        uint4 terms[2];
         as_rows(inverse, terms);
         __syncwarp();
-#pragma unroll
-        for (int term = 0; term < 3; ++term) terms_at[term * 32 + lane.lane] = terms[term];
+        terms_at[lane.lane] = terms[0];
+        terms_at[32 + lane.lane] = terms[1];
     }
 }
 
 // Few tiles: all of R and O in registers, the solve column by column of tiles.
 
-// The warp's columns of S k and S q of all nodes, then r = r b (v - r e^G S k), the right-hand side of the solve, and
-// o = e^G S q, the output's first part.
-// `value` gives v of a row tile and half.
-template <class Value>
-__device__ __forceinline__ void multiply_state_at_once(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
-                                                       const Shared& at, int count, int tiles, const Lane& lane,
-                                                       Value value) {
+// The warp's columns of S k and S q of all nodes, then r = b (v - e^G S k), the right-hand side of the solve, and
+// o = e^G S q, the output's first part, k and q of norm 1. Gives the power of two that r is scaled by for float16.
+__device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
+                                                        const Shared& at, int count, int tiles, const Lane& lane) {
     constexpr int GROUP = 2;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -379,8 +387,8 @@ __device__ __forceinline__ void multiply_state_at_once(float (&r)[TILES][4], flo
 #pragma unroll
                     for (int i = 0; i < GROUP; ++i)
                         if (start + i < TILES) {
-                            mma_rows(sums[i], keys[i], columns[term]);
-                            if (term < 2) mma_rows(o[start + i], queries[i], columns[term]);
+                            mma_bf16_rows(sums[i], keys[i], columns[term]);
+                            if (term < 2) mma_bf16_rows(o[start + i], queries[i], columns[term]);
                         }
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i)
@@ -389,105 +397,103 @@ __device__ __forceinline__ void multiply_state_at_once(float (&r)[TILES][4], flo
             }
     }
     const float2* path_g = at.g + lane.row;
-    const float *norms = at.norm + lane.row, *betas = at.beta + lane.row;
+    const float *norms = at.norm + lane.row, *q_norms = at.q_norm + lane.row, *betas = at.beta + lane.row;
     const int rows_left = count - lane.row;
-    // Four tiles at a time: their loads are in flight together.
+    float most = 0.0f;
 #pragma unroll
-    for (int start = 0; start < TILES; start += 4)
-        {
-            unsigned v[4][2];
+    for (int i = 0; i < TILES; ++i)
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                v[i / 2][i % 2] = (start * 2 + i) * 8 < rows_left ? value(start + i / 2, i % 2) : 0;
-#pragma unroll
-            for (int i = start; i < start + 4 && i < TILES; ++i)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int node = i * 16 + half * 8;  // counted from lane.row
-                    const float2 g = path_g[node];
-                    const float decay = exp2_approx(g.x + g.y), norm = norms[node], factor = norm * decay;
-                    const float beta = norm * betas[node];
-                    r[i][half * 2] = beta * (low_half(v[i - start][half]) - factor * r[i][half * 2]);
-                    r[i][half * 2 + 1] = beta * (high_half(v[i - start][half]) - factor * r[i][half * 2 + 1]);
-                    o[i][half * 2] *= decay;
-                    o[i][half * 2 + 1] *= decay;
-                }
+        for (int half = 0; half < 2; ++half) {
+            const int node = i * 16 + half * 8;  // counted from lane.row
+            const unsigned v = node < rows_left ? load_value(at.v, i, half, lane) : 0;
+            const float2 g = path_g[node];
+            const float decay = exp2_approx(g.x + g.y), factor = norms[node] * decay, beta = betas[node];
+            r[i][half * 2] = beta * (low_half(v) - factor * r[i][half * 2]);
+            r[i][half * 2 + 1] = beta * (high_half(v) - factor * r[i][half * 2 + 1]);
+            most = fmaxf(most, fmaxf(fabsf(r[i][half * 2]), fabsf(r[i][half * 2 + 1])));
+            o[i][half * 2] *= q_norms[node] * decay;
+            o[i][half * 2 + 1] *= q_norms[node] * decay;
         }
+    // |u| is at most the sum of |r| over its path (docs/gdn.md).
+    const float scale = scale_to(greatest_of_warp(most), 8);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            r[i][e] *= scale;
+            o[i][e] *= scale * TILE_SCALE;
+        }
+    return scale;
 }
 
 // The substitution over tiles: U_j = (I + X_jj)^-1 r_j, taken out of all later rows at once, and its part of all outputs.
-// u_out: column 2 pair of the warp's columns, node `row`, in the stash, or null. rows_left: nodes from there on.
-__device__ __forceinline__ void solve_at_once(float (&r)[TILES][4], float (&o)[TILES][4], const Shared& at, int rows_left,
-                                              int tiles, float* u_out, const Lane& lane) {
-    const unsigned row_tiles = lane.lane < tiles ? at.tiles[lane.lane] : 0;
+// u_out: the lane's columns, node `row`, in the stash, or null. rows_left: nodes from there on.
+__device__ __forceinline__ void solve_at_once(float (&r)[TILES][4], float (&o)[TILES][4], float scale, const Shared& at,
+                                              int rows_left, int tiles, float* u_out, const Lane& lane) {
+    const unsigned row_tiles = lane.lane < tiles ? at.row_tiles[lane.lane] : 0;
+    const float from_scale = inverse_of_power(scale);
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
         if (j < tiles) {
             const unsigned below = __ballot_sync(0xffffffffu, row_tiles >> j & 1);  // bit i: tile (i, j) has bits
-            const uint4* x = at.x + j * 96 + lane.lane;
-            const uint4* y = at.y + j * 64 + lane.lane;
-            const uint4* diagonal = x + tiles_before(j) * 96;
-            const uint4 inverse[3] = {diagonal[0], diagonal[32], diagonal[64]};
-            uint2 right[3], u_terms[3];
+            const uint4* tile = reinterpret_cast<const uint4*>(at.tiles) + j * 96 + lane.lane;
+            const uint4* diagonal = tile + tiles_before(j) * 96;
+            const uint4 inverse[2] = {diagonal[0], diagonal[32]};
+            uint2 right[2], u_terms[2];
             as_columns(r[j], right);
             float u[4] = {}, rest[4] = {};
+            mma_two_terms(u, rest, inverse, right);
 #pragma unroll
-            for (int product = 0; product < 3; ++product) {
-                mma_three_terms(rest, inverse, right, product);
-                mma_three_terms(u, inverse, right, product + 3);
-            }
-#pragma unroll
-            for (int e = 0; e < 4; ++e) u[e] = r[j][e] + (u[e] + rest[e]);
+            for (int e = 0; e < 4; ++e) u[e] = r[j][e] + (u[e] + rest[e]) * (1.0f / TILE_SCALE);
             as_columns(u, u_terms);
             if (u_out) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    if (j * 16 + half * 8 < rows_left)
-                        *reinterpret_cast<float2*>(u_out + (j * 16 + half * 8) * VALUE_DIM) = {u[half * 2], u[half * 2 + 1]};
+                for (int half = 0; half < 2; ++half) {
+                    const int node = j * 16 + half * 8;
+                    const float factor = from_scale * at.norm[node + lane.row];
+                    if (node < rows_left)
+                        *reinterpret_cast<float2*>(u_out + node * VALUE_DIM) = {factor * u[half * 2],
+                                                                                factor * u[half * 2 + 1]};
+                }
             }
             // Rows in pairs, the diagonal's output with the first: several products are in flight.
 #pragma unroll
-            for (int start = j; start < TILES; start += 2)
+            for (int start = j & ~1; start < TILES; start += 2)
                 if (below >> start & 3) {
-                    uint4 below_x[2][3], below_y[2][2];
-                    float sums[2][4] = {};
+                    uint4 below_x[2][2], below_y[2];
+                    float sums[2][4] = {}, rest[2][4] = {};
 #pragma unroll
-                    for (int i = start; i < start + 2 && i < TILES; ++i) {
+                    for (int i = start > j ? start : j; i < start + 2 && i < TILES; ++i) {
 #pragma unroll
-                        for (int term = 0; term < 3; ++term)
-                            if (i > j) below_x[i - start][term] = x[tiles_before(i) * 96 + term * 32];
-#pragma unroll
-                        for (int term = 0; term < 2; ++term) below_y[i - start][term] = y[tiles_before(i) * 64 + term * 32];
+                        for (int term = 0; term < 2; ++term)
+                            if (i > j) below_x[i - start][term] = tile[tiles_before(i) * 96 + term * 32];
+                        below_y[i - start] = tile[tiles_before(i) * 96 + 64];
                     }
 #pragma unroll
-                    for (int product = 0; product < 6; ++product)
-#pragma unroll
-                        for (int i = start; i < start + 2 && i < TILES; ++i) {
-                            if (i > j) mma_three_terms(sums[i - start], below_x[i - start], u_terms, product);
-                            if (product == 0) mma_rows(o[i], below_y[i - start][1], u_terms[0]);
-                            if (product == 2) mma_rows(o[i], below_y[i - start][0], u_terms[1]);
-                            if (product == 4) mma_rows(o[i], below_y[i - start][0], u_terms[0]);
-                        }
+                    for (int i = start > j ? start : j; i < start + 2 && i < TILES; ++i) {
+                        if (i > j) mma_two_terms(sums[i - start], rest[i - start], below_x[i - start], u_terms);
+                        mma_rows(o[i], below_y[i - start], u_terms[0]);
+                    }
 #pragma unroll
                     for (int i = start; i < start + 2 && i < TILES; ++i)
-                        if (i > j) add(r[i], sums[i - start]);
+                        if (i > j)
+#pragma unroll
+                            for (int e = 0; e < 4; ++e)
+                                r[i][e] += (sums[i - start][e] + rest[i - start][e]) * (1.0f / TILE_SCALE);
                 }
         }
     }
 }
 
 // Through shared memory, in place of q: whole rows of the block's columns leave it at once.
-__device__ __forceinline__ void write_output(const VerifyArguments& in, const float (&o)[TILES][4], const Shared& at,
-                                             int count, int head, int column, const Lane& lane) {
+__device__ __forceinline__ void write_output(const VerifyArguments& in, const float (&o)[TILES][4], float factor,
+                                             const Shared& at, int count, int head, int column, const Lane& lane) {
     unsigned* own = reinterpret_cast<unsigned*>(at.q + value_place(lane.row, lane.warp)) + lane.pair;
-    const float* norms = at.q_norm + lane.row;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int node = i * 16 + half * 8;  // counted from lane.row
-            own[node * SLICE / 2] = pack_bf16(norms[node] * o[i][half * 2], norms[node] * o[i][half * 2 + 1]);
-        }
+        for (int half = 0; half < 2; ++half)
+            own[(i * 16 + half * 8) * SLICE / 2] = pack_bf16(factor * o[i][half * 2], factor * o[i][half * 2 + 1]);
     __syncthreads();
     const int64 stride = in.heads.value_heads * VALUE_DIM;
     const int piece = threadIdx.x % (SLICE / 8);
@@ -500,14 +506,15 @@ __device__ __forceinline__ void write_output(const VerifyArguments& in, const fl
 
 // More tiles: a group of rows at a time.
 
-// The B fragments of [16, 8] in three terms.
-typedef uint2 Columns[3];
+typedef uint2 Columns[2];                 // the B fragments of a tile of U in float16 terms
+typedef uint2 StateOperand[K_STEPS][3];   // and of the state in bfloat16 terms
 // A group of row tiles of the warp's columns, as C fragments.
 typedef float RowTiles[ROWS][4];
 
 // S k and S q of the row tiles `row`.
-__device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const Columns (&state)[K_STEPS], const Shared& at,
+__device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const StateOperand& state, const Shared& at,
                                                const int (&row)[ROWS], const Lane& lane) {
+    RowTiles rest = {};  // what the small terms give to r
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -525,58 +532,57 @@ __device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const C
         for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                mma_bf16(sums[i], keys[i], state[step][term].x, state[step][term].y);
+                mma_bf16(term ? rest[i] : sums[i], keys[i], state[step][term].x, state[step][term].y);
                 if (term < 2) mma_bf16(o[i], queries[i], state[step][term].x, state[step][term].y);
             }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) add(r[i], sums[i]);
     }
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) add(r[i], rest[i]);
 }
 
-// From S k and S q: r = r b (v - r e^G S k), the right-hand side of the solve, and o = e^G S q, the output's first part.
-__device__ __forceinline__ void right_hand_side(RowTiles& r, RowTiles& o, const unsigned (&v)[ROWS][2], const Shared& at,
-                                                const int (&row)[ROWS], const Lane& lane) {
+// From S k and S q: r = b (v - e^G S k), the right-hand side of the solve, and o = e^G S q, the output's first part, k and q
+// of norm 1, scaled for float16.
+__device__ __forceinline__ void right_hand_side(RowTiles& r, RowTiles& o, const unsigned (&v)[ROWS][2], float scale,
+                                                const Shared& at, const int (&row)[ROWS], const Lane& lane) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int node = row[i] * 16 + half * 8 + lane.row;
             const float2 g = at.g[node];
-            const float decay = exp2_approx(g.x + g.y), norm = at.norm[node], factor = norm * decay;
-            const float beta = norm * at.beta[node];
+            const float decay = exp2_approx(g.x + g.y), factor = at.norm[node] * decay, beta = scale * at.beta[node];
+            const float q_factor = scale * TILE_SCALE * at.q_norm[node] * decay;
             r[i][half * 2] = beta * (low_half(v[i][half]) - factor * r[i][half * 2]);
             r[i][half * 2 + 1] = beta * (high_half(v[i][half]) - factor * r[i][half * 2 + 1]);
-            o[i][half * 2] *= decay;
-            o[i][half * 2 + 1] *= decay;
+            o[i][half * 2] *= q_factor;
+            o[i][half * 2 + 1] *= q_factor;
         }
 }
 
-// r -= X u and o += Y u for a column of tiles: x and y are the lane's place in the tile of each row. The smaller products
-// of X in a sum of their own: shorter chains.
+// r -= X u and o += Y u for a column of tiles; tile: the lane's place in the tile of each row. rest: what the small terms
+// give, one sum over all columns.
 template <int COUNT>
-__device__ __forceinline__ void take_out(float (*r)[4], float (*o)[4], const uint4* const (&x)[COUNT],
-                                         const uint4* const (&y)[COUNT], const Columns& u) {
-    uint4 of_x[COUNT][3], of_y[COUNT][2];
-    float sums[COUNT][4] = {}, rest[COUNT][4] = {};
+__device__ __forceinline__ void take_out(float (*r)[4], float (*rest)[4], float (*o)[4], const uint4* const (&tile)[COUNT],
+                                         const Columns& u) {
+    uint4 x[COUNT][2], y[COUNT];
+    float sums[COUNT][4] = {};
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-#pragma unroll
-        for (int term = 0; term < 3; ++term) of_x[i][term] = x[i][term * 32];
-#pragma unroll
-        for (int term = 0; term < 2; ++term) of_y[i][term] = y[i][term * 32];
+        x[i][0] = tile[i][0];
+        x[i][1] = tile[i][32];
+        y[i] = tile[i][64];
     }
 #pragma unroll
-    for (int product = 0; product < 3; ++product)
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            mma_three_terms(rest[i], of_x[i], u, product);
-            mma_three_terms(sums[i], of_x[i], u, product + 3);
-            mma_rows(o[i], of_y[i][product == 0], u[product == 1]);
-        }
+    for (int i = 0; i < COUNT; ++i) {
+        mma_two_terms(sums[i], rest[i], x[i], u);
+        mma_rows(o[i], y[i], u[0]);
+    }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) r[i][e] += sums[i][e] + rest[i][e];
+        for (int e = 0; e < 4; ++e) r[i][e] += sums[i][e] * (1.0f / TILE_SCALE);
 }
 
 // The warp's columns of a panel of row tiles, from the state to the output, a group of row tiles at a time: what the state
@@ -586,9 +592,10 @@ __device__ __forceinline__ void take_out(float (*r)[4], float (*o)[4], const uin
 // value: v of a node counted from lane.row. u_out and out: column 2 pair of the warp's columns, node `row`, in the stash
 // (or null) and in the output. rows_left: nodes from there on.
 template <class Value>
-__device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const Columns (&state)[K_STEPS], const Shared& at, int panel,
-                                            int end, int rows_left, float* u_out, bf16* out, int out_stride,
-                                            const Lane& lane, Value value) {
+__device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const StateOperand& state, float scale, float output_scale,
+                                            const Shared& at, int panel, int end, int rows_left, float* u_out, bf16* out,
+                                            int out_stride, const Lane& lane, Value value) {
+    const float from_scale = inverse_of_power(scale), output_factor = output_scale * from_scale * (1.0f / TILE_SCALE);
 #pragma unroll 1
     for (int first = panel; first < end; first += ROWS) {
         int row[ROWS];  // where the panel ends with one tile it stands for both
@@ -600,74 +607,105 @@ __device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const Columns (
             for (int half = 0; half < 2; ++half)
                 v[i][half] = row[i] * 16 + half * 8 < rows_left ? value(row[i], half) : 0;
         }
-        RowTiles r, o;
+        RowTiles r, o, rest = {};
         multiply_state(r, o, state, at, row, lane);
-        right_hand_side(r, o, v, at, row, lane);
-        const uint4 *x[ROWS], *y[ROWS];
+        right_hand_side(r, o, v, scale, at, row, lane);
+        const uint4* tile[ROWS];
         unsigned seen = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int tile = tiles_before(row[i]) - tiles_before(panel);
-            x[i] = at.x + tile * 96 + lane.lane;
-            y[i] = at.y + tile * 64 + lane.lane;
-            seen |= at.tiles[row[i]];
+            tile[i] = at.tiles + (tiles_before(row[i]) - tiles_before(panel)) * 96 + lane.lane;
+            seen |= at.row_tiles[row[i]];
         }
         seen &= (1u << first) - 1;
 #pragma unroll
         for (int j = 0; j + 1 < TILES; ++j)
             if (seen >> j & 1) {
-                const uint4 *x_j[ROWS], *y_j[ROWS];
+                const uint4* of_j[ROWS];
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    x_j[i] = x[i] + j * 96;
-                    y_j[i] = y[i] + j * 64;
-                }
-                take_out<ROWS>(r, o, x_j, y_j, u[j]);
+                for (int i = 0; i < ROWS; ++i) of_j[i] = tile[i] + j * 96;
+                take_out<ROWS>(r, rest, o, of_j, u[j]);
             }
         if (first == panel) __syncthreads();
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
             if (first + i < end) {
-                const uint4* diagonal = x[i] + (first + i) * 96;
-                const uint4 inverse[3] = {diagonal[0], diagonal[32], diagonal[64]};
+                const uint4* diagonal = tile[i] + (first + i) * 96;
+                const uint4 inverse[2] = {diagonal[0], diagonal[32]}, y = diagonal[64];
                 Columns right, own;
+                float whole[4] = {}, small[4] = {};
+#pragma unroll
+                for (int e = 0; e < 4; ++e) r[i][e] += rest[i][e] * (1.0f / TILE_SCALE);
                 as_columns(r[i], right);
-                float whole[4] = {}, rest[4] = {};
+                mma_two_terms(whole, small, inverse, right);
 #pragma unroll
-                for (int product = 0; product < 3; ++product) {
-                    mma_three_terms(rest, inverse, right, product);
-                    mma_three_terms(whole, inverse, right, product + 3);
-                }
-#pragma unroll
-                for (int e = 0; e < 4; ++e) whole[e] = r[i][e] + (whole[e] + rest[e]);
+                for (int e = 0; e < 4; ++e) whole[e] = r[i][e] + (whole[e] + small[e]) * (1.0f / TILE_SCALE);
                 as_columns(whole, own);
                 if (i + 1 < ROWS) {
-                    const uint4* const x_j[1] = {x[ROWS - 1] + first * 96};
-                    const uint4* const y_j[1] = {y[ROWS - 1] + first * 64};
-                    take_out<1>(r + ROWS - 1, o + ROWS - 1, x_j, y_j, own);
+                    const uint4* const below[1] = {tile[ROWS - 1] + first * 96};
+                    take_out<1>(r + ROWS - 1, rest + ROWS - 1, o + ROWS - 1, below, own);
                 }
-                const uint4* y_i = y[i] + (first + i) * 64;
-                mma_rows(o[i], y_i[32], own[0]);
-                mma_rows(o[i], y_i[0], own[1]);
-                mma_rows(o[i], y_i[0], own[0]);
+                mma_rows(o[i], y, own[0]);
 #pragma unroll
                 for (int j = i; j + 1 < TILES; j += ROWS)
                     if (j == first + i)
 #pragma unroll
-                        for (int term = 0; term < 3; ++term) u[j][term] = own[term];
+                        for (int term = 0; term < 2; ++term) u[j][term] = own[term];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int node = (first + i) * 16 + half * 8;  // counted from lane.row
                     if (node < rows_left) {
-                        const float norm = at.q_norm[node + lane.row];
                         *reinterpret_cast<unsigned*>(out + node * out_stride) =
-                            pack_bf16(norm * o[i][half * 2], norm * o[i][half * 2 + 1]);
-                        if (u_out) *reinterpret_cast<float2*>(u_out + node * VALUE_DIM) = {whole[half * 2], whole[half * 2 + 1]};
+                            pack_bf16(output_factor * o[i][half * 2], output_factor * o[i][half * 2 + 1]);
+                        const float factor = from_scale * at.norm[node + lane.row];
+                        if (u_out)
+                            *reinterpret_cast<float2*>(u_out + node * VALUE_DIM) = {factor * whole[half * 2],
+                                                                                    factor * whole[half * 2 + 1]};
                     }
                 }
             }
     }
 }
+
+// What the warp's columns are scaled by for float16: |u| is at most the sum of |v| + |S k| over its path (docs/gdn.md), which
+// is 512 times the greatest of both.
+__device__ __forceinline__ float scale_of(const StateColumns& s, float greatest_value) {
+    float most = 0.0f;
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(s[step][i]));
+    most *= KEY_DIM == 64 ? 8.0f : 12.0f;  // |S k| of a k of norm 1
+    return scale_to(greatest_of_warp(fmaxf(most, greatest_value)), 5);
+}
+// The lane's part of the greatest |v| of the warp's columns. Where v stays in global memory it is asked for early.
+struct ValuePieces {
+    static constexpr int EACH = (NODES + 31) / 32;
+    uint4 pieces[OVERLAID ? EACH : 1];
+    __device__ __forceinline__ ValuePieces(const bf16* values, int64 token_stride, int nodes, const Lane& at) {
+        if constexpr (OVERLAID)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                pieces[i] = i * 32 + at.lane < nodes
+                                ? load_128(values + (i * 32 + at.lane) * token_stride + at.warp * 8)
+                                : uint4{0, 0, 0, 0};
+    }
+    __device__ __forceinline__ float greatest(const Shared& shared, int count, const Lane& at) const {
+        unsigned most = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int node = i * 32 + at.lane;
+            if (node >= count) break;
+            const uint4 x = OVERLAID ? pieces[OVERLAID ? i : 0]
+                                     : *reinterpret_cast<const uint4*>(shared.v + value_place(node, at.warp));
+            const unsigned words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int n = 0; n < 4; ++n) most = max_of(most, max_of(words[n] << 16 & 0x7fffffffu, words[n] & 0x7fff0000u));
+        }
+        return from_bits(most);
+    }
+    __device__ __forceinline__ static unsigned max_of(unsigned x, unsigned y) { return x > y ? x : y; }
+};
 
 // Rows of padding, and of requests left out, are zero.
 __device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from, int head, int column) {
@@ -696,6 +734,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     copy_async_commit();
     const bf16* values = in.v + first_token * in.v_token + head * in.v_head + column;
     if constexpr (!OVERLAID) fetch_values(at.v, values, in.v_token, nodes);
+    const ValuePieces pieces(values, in.v_token, nodes, lane);
 
     const int count = max(0, min(given, nodes)), tiles = (count + 15) / 16;
     if (slot < 0 || count <= 0) {
@@ -708,6 +747,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     fetch_state(at.state, in.state, offset);
     copy_async_commit();
     store_nodes(at, inputs, in, count, lane);
+    float greatest_value = OVERLAID ? pieces.greatest(at, count, lane) : 0.0f;
     copy_async_wait<1>();
     if (count < nodes) {
         clear_rows(at, count, tiles);
@@ -716,7 +756,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     __syncthreads();
     sum_paths(at, tiles);
     row_norms(at.norm, at.k, 1.0f, tiles, lane);
-    row_norms(at.q_norm, at.q, float(in.scale), tiles, lane);
+    row_norms(at.q_norm, at.q, 1.0f, tiles, lane);
     const PathSource from(pending, in.stash, in.heads, 0, key_head, head, column);
     if (pending.length > 0) {
         at.path.fetch(pending, 0, from);
@@ -766,19 +806,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     };
     if constexpr (AT_ONCE) {
         float r[TILES][4], o[TILES][4];
-        multiply_state_at_once(r, o, s, at, count, tiles, lane, value);
+        const float scale = multiply_state_at_once(r, o, s, at, count, tiles, lane);
         __syncthreads();
-        solve_at_once(r, o, at, rows_left, tiles, u_out, lane);
-        write_output(in, o, at, count, head, column, lane);
+        solve_at_once(r, o, scale, at, rows_left, tiles, u_out, lane);
+        const float factor = float(in.scale) * inverse_of_power(scale) * (1.0f / TILE_SCALE);
+        write_output(in, o, factor, at, count, head, column, lane);
     } else {
-        Columns state[K_STEPS], u[TILES];
+        StateOperand state;
+        Columns u[TILES];
+        if (!OVERLAID) greatest_value = pieces.greatest(at, count, lane);
+        const float scale = scale_of(s, greatest_value);
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) as_columns(s[step], state[step]);
         const int out_stride = int(in.heads.value_heads) * VALUE_DIM;
         bf16* out = in.out + (first_token + lane.row) * int64(out_stride) + int64(head) * VALUE_DIM + column + own_column;
 #pragma unroll 1
         for (int panel = 0;;) {
-            solve_panel(u, state, at, panel, end, rows_left, u_out, out, out_stride, lane, value);
+            solve_panel(u, state, scale, float(in.scale), at, panel, end, rows_left, u_out, out, out_stride, lane, value);
             if (PANEL == TILES || end == tiles) break;
             panel = end;
             end = panel_end(panel, tiles);

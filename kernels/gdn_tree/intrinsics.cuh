@@ -39,6 +39,14 @@ __device__ __forceinline__ unsigned load_16(const void* from_global) {
     return x;
 }
 
+__device__ __forceinline__ uint4 load_128(const void* from_global) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from_global));
+    return x;
+}
+
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -65,6 +73,14 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const unsigned (&a)[4], 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// The same of float16.
+__device__ __forceinline__ void mma_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // 2^x, to two units in the last place.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -76,6 +92,22 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
     unsigned out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
+}
+// Of float16, and back.
+__device__ __forceinline__ unsigned pack_f16(float low, float high) {
+    unsigned out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+__device__ __forceinline__ float low_f16(unsigned x) {
+    float y;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ float high_f16(unsigned x) {
+    float y;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(y) : "r"(x));
+    return y;
 }
 
 #endif

@@ -27,10 +27,11 @@ constexpr int PANEL_TILES = PANEL * TILES - PANEL * (PANEL - 1) / 2;  // tiles (
 constexpr int ROWS = PANEL > 1 ? 2 : 1;                               // row tiles that a warp works on at a time
 // Few tiles: registers hold all of R and O, and the code for them is short.
 constexpr bool AT_ONCE = TILES <= 4 && PANEL == TILES;
-constexpr int X_TERM = 3 * 512, Y_TERM = 2 * 512;                     // bytes of a tile: three and two terms
+constexpr int TILE_BYTES = 3 * 512;                                   // of X and Y: two terms and one
+constexpr float TILE_SCALE = 4096.0f;  // of X, Y and the inverses: float16 keeps 11 bits of numbers down to 2^-26
 constexpr int STATE_SIZE = GDN_STATE_BF16 ? 2 : 4;
 constexpr int STATE_BYTES = SLICE * KEY_DIM * STATE_SIZE, VALUE_BYTES = NODES * SLICE * 2, SUMS_BYTES = WORDS * 1024;
-constexpr int TILES_BYTES = PANEL_TILES * (X_TERM + Y_TERM);
+constexpr int TILES_BYTES = PANEL_TILES * TILE_BYTES;
 constexpr int PATH_U_ROW = SLICE + 4;
 constexpr int PATH_BYTES = 16 * KEY_DIM * 2 + 16 * PATH_U_ROW * 4 + 18 * 8;
 constexpr int VECTOR_BYTES = NODES * (8 + 3 * 4) + NODES * WORDS * 4 + TILES * 4;
@@ -116,24 +117,39 @@ __device__ __forceinline__ void split_bf16(float x, float y, unsigned (&terms)[T
     }
 }
 
+// The same of float16 terms, 11 bits each down to 2^-14, of numbers below 2^16.
+template <int TERMS>
+__device__ __forceinline__ void split_f16(float x, float y, unsigned (&terms)[TERMS]) {
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) {
+        terms[term] = pack_f16(x, y);
+        x -= low_f16(terms[term]);
+        y -= high_f16(terms[term]);
+    }
+}
+
 // Tensor cores cut each sum to float32 instead of rounding it, towards zero: what must keep float32's accuracy is summed in
 // them from zero over few products, and added here.
 __device__ __forceinline__ void add(float (&c)[4], const float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] += x[i];
 }
-// A [16, 16] by [16, 8] product of two sums of three terms each, the parts above 2^-24 of the whole.
-__device__ __forceinline__ void mma_three_terms(float (&c)[4], const uint4 (&a)[3], const uint2 (&b)[3], int product) {
-    constexpr int OF_A[6] = {2, 0, 1, 1, 0, 0}, OF_B[6] = {0, 2, 1, 0, 1, 0};  // the smallest first
-    const uint4& x = a[OF_A[product]];
-    const unsigned rows[4] = {x.x, x.y, x.z, x.w};
-    mma_bf16(c, rows, b[OF_B[product]].x, b[OF_B[product]].y);
-}
 __device__ __forceinline__ void mma_rows(float (&c)[4], const uint4& x, const uint2& b) {
+    const unsigned rows[4] = {x.x, x.y, x.z, x.w};
+    mma_f16(c, rows, b.x, b.y);
+}
+__device__ __forceinline__ void mma_bf16_rows(float (&c)[4], const uint4& x, const uint2& b) {
     const unsigned rows[4] = {x.x, x.y, x.z, x.w};
     mma_bf16(c, rows, b.x, b.y);
 }
-// The B fragments of a C tile [16, 8], in three terms.
+// A [16, 16] by [16, 8] product of two sums of two float16 terms each, without that of the two small ones: the great
+// ones' product, and the others', which may be one sum over many tiles.
+__device__ __forceinline__ void mma_two_terms(float (&great)[4], float (&small)[4], const uint4 (&a)[2], const uint2 (&b)[2]) {
+    mma_rows(great, a[0], b[0]);
+    mma_rows(small, a[1], b[0]);
+    mma_rows(small, a[0], b[1]);
+}
+// The B fragments of a C tile [16, 8], in three bfloat16 terms or two float16 terms.
 __device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[3]) {
     unsigned first[3], second[3];
     split_bf16(c[0], c[1], first);
@@ -141,12 +157,19 @@ __device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[3]) {
 #pragma unroll
     for (int term = 0; term < 3; ++term) b[term] = {transpose_b16(first[term]), transpose_b16(second[term])};
 }
-// The A fragments of a [16, 16] tile, of which c[n] are the C fragments of the column halves.
+__device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[2]) {
+    unsigned first[2], second[2];
+    split_f16(c[0], c[1], first);
+    split_f16(c[2], c[3], second);
+#pragma unroll
+    for (int term = 0; term < 2; ++term) b[term] = {transpose_b16(first[term]), transpose_b16(second[term])};
+}
+// The A fragments of a [16, 16] tile, of which c[n] are the C fragments of the column halves, in float16 terms.
 template <int TERMS>
 __device__ __forceinline__ void as_rows(const float (&c)[2][4], uint4 (&a)[TERMS]) {
     unsigned parts[4][TERMS];
 #pragma unroll
-    for (int x = 0; x < 4; ++x) split_bf16(c[x >> 1][(x & 1) * 2], c[x >> 1][(x & 1) * 2 + 1], parts[x]);
+    for (int x = 0; x < 4; ++x) split_f16(c[x >> 1][(x & 1) * 2], c[x >> 1][(x & 1) * 2 + 1], parts[x]);
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) a[term] = {parts[0][term], parts[1][term], parts[2][term], parts[3][term]};
 }
