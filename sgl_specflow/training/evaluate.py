@@ -73,7 +73,10 @@ def continuations(config: EvaluateConfig | AblateConfig, tokenizer, generate: Ca
 
 
 def evaluate(config: EvaluateConfig, target: FrozenTarget, answers: list[Response]) -> dict:
-    """Measure every head and write `config.out` after each: {"meta", "rows"}, a row a method, data set and budget."""
+    """Measure every head: {"meta", "rows"}, a row a method, data set and budget.
+
+    `config.out` is written after each head's own trees, and after each width and budget of its Weaver.
+    """
     result = {"meta": describe(config.commit or None) | {"config": asdict(config)}, "rows": []}
     out = Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,11 +112,10 @@ def _weaver_rows(config: EvaluateConfig, folder: str, head: ReferenceHead, targe
     answers = measurable(answers)
     read = WeaverDrafter(head, target, weaver).read(answers)
     name = Path(config.weavers[folder]).name
-    settings = {
+    settings = dict.fromkeys(
         (budget, width or expansion_width(budget)) for width in config.weaver_widths for budget in config.budgets
-    }
-    # The wider, the fewer rounds: what takes longest comes last.
-    for budget, width in sorted(settings, key=lambda setting: (-setting[1], setting[0])):
+    )
+    for budget, width in settings:
         rounds = expansion_rounds(budget, width)
         drafter = WeaverDrafter(head, target, weaver, width, rounds)
         methods = {f"conditional-{budget}": (drafter.conditional_tree, budget)}
