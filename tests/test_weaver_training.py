@@ -15,7 +15,7 @@ from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, load_weav
 from sgl_specflow.training import weaver as weaver_training
 from sgl_specflow.training.blocks import make_blocks, sample_blocks
 from sgl_specflow.training.config import EvaluateConfig
-from sgl_specflow.training.evaluate import evaluate
+from sgl_specflow.training.evaluate import evaluate, table
 from sgl_specflow.training.head import TrainingHead
 from sgl_specflow.training.offline_accept import verify_passes, walk
 from sgl_specflow.training.responses import save_responses
@@ -244,6 +244,9 @@ def test_evaluate_measures_a_heads_weaver_at_every_width_and_budget(head, target
             if line["drafter"] == "dflash_tfm" and line["source"] != "all":
                 assert grown[line["source"], 16, width]["accept_length"] == line["accept_length"]
     assert {r["drafter"] for r in rows} == {"ddtree", "dflash", "dflash_tfm"}
+    lines = [line.split() for line in table({"rows": rows}).splitlines()]
+    kinds = {("one_pass", "4:"), ("chain", "6:"), ("one_pass", "w1"), ("one_pass", "w2"), ("one_pass", "w8")}
+    assert {(line[1], line[2] if line[2][0] == "w" else line[3]) for line in lines} == kinds and len(lines) == 10
 
 
 def test_evaluate_keeps_what_it_measured_before_a_stop_in_the_order_asked(

@@ -158,10 +158,11 @@ def _rows(folder: Path, head: HeadConfig, lengths: dict, counts: dict[str, int])
 
 
 def table(result: dict) -> str:
-    """The rows as text, a line a head and method."""
+    """The rows as text, a line a head, method and data set; of a Weaver's trees one a width, w4 for 4."""
     cells: dict[tuple, dict[tuple, float]] = {}
     for row in result["rows"]:
-        line = cells.setdefault((row["head"], row["method"]), {})
+        method = f"{row['method']} w{row['weaver_width']}" if "weaver_width" in row else row["method"]
+        line = cells.setdefault((row["head"], method), {})
         line[row["dataset"], row["budget"]] = row["accept_length"]
     lines = []
     for (head, method), line in cells.items():
