@@ -1,5 +1,5 @@
 #!/bin/bash
-# Lease A, one H200. COMMIT=<sha> [PHASES="inflation throughput correctness moe hybrid experts"] [WAIT=200] bash .ci/gpu/main.sh   (in the working tree's root)
+# Lease A, one H200. COMMIT=<sha> [PHASES="inflation throughput correctness moe hybrid experts widths"] [WAIT=200] bash .ci/gpu/main.sh   (in the working tree's root)
 set -u
 source "$(dirname "$0")/env.sh"; source "$(dirname "$0")/phases.sh"
 : "${COMMIT:?give COMMIT}"; PHASES=${PHASES:-inflation throughput correctness moe hybrid}
@@ -45,6 +45,14 @@ correctness() {
     --out $RES/quantised_target_smollm2_h200.json --logs $LOGS/quantised --commit $COMMIT -- $SMALL &
   wait
   keep_logs pytest_c pytest_d1 pytest_d2
+}
+# Offline accept lengths of SmolLM2's Weaver by rounds of 4, 8 and 16, on the prompts of acceptance_smollm2.json; what that lacks first
+widths() {
+  model || return
+  local head=/tmp/site/sgl_specflow/drafter/heads/smollm2-135m-dflash weaver=/tmp/site/sgl_specflow/drafter/heads/smollm2-135m-weaver
+  part widths ${T_WIDTHS:-330} python3 -m sgl_specflow.training evaluate target=/tmp/smollm2 data=/tmp/data "heads=[$head]" \
+    "weavers={$head: $weaver}" 'weaver_widths=[4,8,16]' 'budgets=[256,128,64,32,16]' 'path_refresh=[]' \
+    rows=${WIDTHS_ROWS:-200} max_new_tokens=${WIDTHS_TOKENS:-256} out=$RES/acceptance_smollm2_widths.json "commit='$COMMIT'"
 }
 # Qwen3-30B-A3B: two servers of 61 GB at once; then the experts counted
 MOE="--sleep-on-idle --mem-fraction-static 0.97"

@@ -43,12 +43,15 @@ keep_logs() {
     done
   done
 }
-# run_phases PHASE...: in the background, one after the other
+# run_phases PHASE...: in the background, one after the other; A+B are two side by side
 run_phases() {
   START=$(date +%s); rm -f $FLAGS/all_done
   cd $RUN  # the checkout's own sgl_specflow must not be found first
-  for phase in "$@"; do
-    echo "$phase=started" >> $FLAGS/phases; say "phase $phase at $(( $(date +%s) - START )) s"; $phase; sweep
+  for together in "$@"; do
+    for phase in ${together//+/ }; do
+      echo "$phase=started" >> $FLAGS/phases; say "phase $phase at $(( $(date +%s) - START )) s"; $phase &
+    done
+    wait; sweep
   done
   touch $FLAGS/all_done; say "all done at $(( $(date +%s) - START )) s"
 }
