@@ -318,8 +318,9 @@ def main(arguments: list[str] | None = None) -> None:
     heads = Heads(*arguments.heads)
     state_dtype = getattr(torch, arguments.state_dtype)
     with_recurrent = not arguments.only_ours
-    meta = describe(arguments.commit)
-    rows = []
+    result = {"meta": describe(arguments.commit), "rows": []}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write = lambda: arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(" ".join(COLUMNS))
     for requests, nodes in arguments.shapes:
         options = {}
@@ -329,14 +330,13 @@ def main(arguments: list[str] | None = None) -> None:
             )
             if not options["shape"].fits:
                 continue
-        rows.append(measure(heads, requests, nodes, state_dtype, with_recurrent, **options))
-        print_row(rows[-1])
-    result = {"meta": meta, "rows": rows}
+        result["rows"].append(measure(heads, requests, nodes, state_dtype, with_recurrent, **options))
+        print_row(result["rows"][-1])
+        write()
     if not arguments.no_drift:
         result["drift"] = drift(heads, 64, DRIFT_STEPS)
         print("drift", result["drift"])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write()
 
 
 if __name__ == "__main__":

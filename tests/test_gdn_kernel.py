@@ -1,11 +1,13 @@
 """The CUDA kernel: it compiles for each architecture, its errors are named, and on a GPU it holds to float64."""
 
 import copy
+import json
 
 import pytest
 import torch
 from compiled import NVCC, assert_no_spills, compile_for_gpu, need_nvrtc
 from gdn_cases import TREE_SHAPES, accept_leaf, make_layer, parents, relative_error
+from sgl_specflow.eval import gdn as benchmark
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.gdn_tree import (
     CudaCompileError,
@@ -119,6 +121,17 @@ def test_cpu_tensors_do_not_reach_the_cuda_kernel():
     layer = make_layer(0, [parents("wide", 5)], 1, 1, 64)
     with pytest.raises(ValueError, match="needs CUDA tensors"):
         gdn_tree_verify(*layer.arguments(), implementation="cuda")
+
+
+def test_the_benchmark_keeps_the_shapes_that_it_measured_before_a_stop(monkeypatch, tmp_path):
+    row = dict.fromkeys(benchmark.COLUMNS, 1.0)
+    left = [row, row]
+    monkeypatch.setattr(benchmark, "need_gpu", lambda parser: None)
+    monkeypatch.setattr(benchmark, "measure", lambda *given, **options: left.pop())
+    with pytest.raises(IndexError):
+        benchmark.main(["--out", f"{tmp_path}/new/rows.json", "--commit", "abc"])
+    kept = json.loads((tmp_path / "new" / "rows.json").read_text())
+    assert kept["rows"] == [row, row] and kept["meta"]["commit"] == "abc"
 
 
 def in_float64(layer):

@@ -15,9 +15,9 @@ from sgl_specflow.drafter.weaver import FoldedWeaver, ReferenceWeaver, load_weav
 from sgl_specflow.training import weaver as weaver_training
 from sgl_specflow.training.blocks import make_blocks, sample_blocks
 from sgl_specflow.training.config import EvaluateConfig
-from sgl_specflow.training.evaluate import evaluate
+from sgl_specflow.training.evaluate import evaluate, table
 from sgl_specflow.training.head import TrainingHead
-from sgl_specflow.training.offline_accept import verify_passes
+from sgl_specflow.training.offline_accept import verify_passes, walk
 from sgl_specflow.training.responses import save_responses
 from sgl_specflow.training.rows import pack
 from sgl_specflow.training.trainer import Trainer
@@ -244,6 +244,39 @@ def test_evaluate_measures_a_heads_weaver_at_every_width_and_budget(head, target
             if line["drafter"] == "dflash_tfm" and line["source"] != "all":
                 assert grown[line["source"], 16, width]["accept_length"] == line["accept_length"]
     assert {r["drafter"] for r in rows} == {"ddtree", "dflash", "dflash_tfm"}
+    lines = [line.split() for line in table({"rows": rows}).splitlines()]
+    kinds = {("one_pass", "4:"), ("chain", "6:"), ("one_pass", "w1"), ("one_pass", "w2"), ("one_pass", "w8")}
+    assert {(line[1], line[2] if line[2][0] == "w" else line[3]) for line in lines} == kinds and len(lines) == 10
+
+
+def test_evaluate_keeps_what_it_measured_before_a_stop_in_the_order_asked(
+    head, target, responses, tmp_path, monkeypatch
+):
+    save_head(tmp_path / "head", head.config, head.tensors)
+    save_weaver(tmp_path / "weaver", tiny_weaver(), random_weaver(tiny_weaver()))
+    run = EvaluateConfig(
+        target="",
+        data="",
+        heads=[str(tmp_path / "head")],
+        out=str(tmp_path / "rows.json"),
+        datasets=["gsm8k"],
+        budgets=[16, 4],
+        weavers={str(tmp_path / "head"): str(tmp_path / "weaver")},
+        weaver_widths=[2, 0, 1],
+    )
+    left = [walk] * 3  # of (16, 2), (4, 2) and (16, 8): the default of 4 nodes is 2, measured already
+    monkeypatch.setattr("sgl_specflow.training.evaluate.walk", lambda *given: left.pop()(*given))
+    with pytest.raises(IndexError):
+        evaluate(run, target, [dataclasses.replace(r, source="gsm8k") for r in responses[:3]])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["drafter"], r["budget"], r.get("weaver_width")) for r in rows] == [
+        ("ddtree", 16, None),
+        ("ddtree", 4, None),
+        ("dflash", 6, None),
+        ("dflash_tfm", 16, 2),
+        ("dflash_tfm", 4, 2),
+        ("dflash_tfm", 16, 8),
+    ]
 
 
 def test_the_command_trains_exports_and_measures(head, target, responses, tmp_path, monkeypatch, capsys):

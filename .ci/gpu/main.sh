@@ -1,22 +1,14 @@
 #!/bin/bash
-# Lease A, one H200. COMMIT=<sha> [PHASES="inflation throughput correctness moe hybrid experts"] [WAIT=200] bash .ci/gpu/main.sh   (in the working tree's root)
+# Lease A, one H200. COMMIT=<sha> [PHASES="inflation throughput correctness moe hybrid experts widths"] [WAIT=200] bash .ci/gpu/main.sh   (in the working tree's root)
 set -u
-source "$(dirname "$0")/env.sh"
+source "$(dirname "$0")/env.sh"; source "$(dirname "$0")/phases.sh"
 : "${COMMIT:?give COMMIT}"; PHASES=${PHASES:-inflation throughput correctness moe hybrid}
-mkdir -p $LOGS/console
 if [ "${1:-}" != background ]; then
-  cp .ci/gpu/* $N/
   for i in $(seq ${K_WAIT:-60}); do [ -e $FLAGS/kernels_done ] && break; sleep 1; done
-  source $N/install.sh || { echo INSTALL FAILED; cat $LOGS/console/*.log | tail -40; exit 1; }
-  export COMMIT PHASES; rm -f $FLAGS/all_done
-  setsid nohup bash $N/main.sh background > $LOGS/console/main.log 2>&1 < /dev/null &
-  exec bash $N/wait.sh "${WAIT:-200}"
+  install_all
+  go_on_in_background
 fi
 
-# ---- from here on in the background, in $RUN: the checkout's own sgl_specflow must not be found first
-cd $RUN; source $N/phases.sh
-EVAL="python3 -m sgl_specflow.eval"
-PYTEST="python3 -m pytest -v -rs -p no:cacheprovider --durations=8"
 # Of the dense hybrid (qwen3.5): the first case twice, the other with chunks, retractions and a Weaver. No gpu marker there.
 GDN_JETFLOW='(test_greedy_equals_plain_decoding and (jetflow-64-unequal or jetflow-64-shared or jetflow-64-exactly or jetflow-64-stop or jetflow-64-penalties)) or first[jetflow-64]'
 GDN_DFLASH='dflash_tfm-33 and test_greedy_equals_plain_decoding and (unequal or shared or exactly or stop or penalties)'
@@ -53,6 +45,14 @@ correctness() {
     --out $RES/quantised_target_smollm2_h200.json --logs $LOGS/quantised --commit $COMMIT -- $SMALL &
   wait
   keep_logs pytest_c pytest_d1 pytest_d2
+}
+# Offline accept lengths of SmolLM2's Weaver by rounds of 4, 8 and 16, on the prompts of acceptance_smollm2.json; what that lacks first
+widths() {
+  model || return
+  local head=/tmp/site/sgl_specflow/drafter/heads/smollm2-135m-dflash weaver=/tmp/site/sgl_specflow/drafter/heads/smollm2-135m-weaver
+  part widths ${T_WIDTHS:-330} python3 -m sgl_specflow.training evaluate target=/tmp/smollm2 data=/tmp/data "heads=[$head]" \
+    "weavers={$head: $weaver}" 'weaver_widths=[4,8,16]' 'budgets=[256,128,64,32,16]' 'path_refresh=[]' \
+    rows=${WIDTHS_ROWS:-200} max_new_tokens=${WIDTHS_TOKENS:-256} out=$RES/acceptance_smollm2_widths.json "commit='$COMMIT'"
 }
 # Qwen3-30B-A3B: two servers of 61 GB at once; then the experts counted
 MOE="--sleep-on-idle --mem-fraction-static 0.97"

@@ -1,4 +1,18 @@
-# sourced by main.sh and tp2.sh: how a part runs
+# sourced by main.sh and tp2.sh: how they begin, and how a part runs
+EVAL="python3 -m sgl_specflow.eval"
+PYTEST="python3 -m pytest -v -rs -p no:cacheprovider --durations=8"
+# In the working tree's root: the scripts to $N, and everything that is measured installed
+install_all() {
+  mkdir -p $LOGS/console; cp .ci/gpu/* $N/
+  source $N/install.sh || { echo INSTALL FAILED; cat $LOGS/console/*.log | tail -40; exit 1; }
+}
+# The calling script again, as `SCRIPT background`, which runs $PHASES; this process waits for it
+go_on_in_background() {
+  local name=$(basename "$0" .sh)
+  export COMMIT PHASES; rm -f $FLAGS/all_done
+  setsid nohup bash $N/$name.sh background > $LOGS/console/$name.log 2>&1 < /dev/null &
+  exec bash $N/wait.sh "${WAIT:-200}"
+}
 # part NAME SECONDS COMMAND...: its console in console/NAME.log, its status in $FLAGS/phases
 part() {
   local name=$1 seconds=$2 begun=$(date +%s) rc; shift 2
@@ -29,10 +43,15 @@ keep_logs() {
     done
   done
 }
+# run_phases PHASE...: in the background, one after the other; A+B are two side by side
 run_phases() {
   START=$(date +%s); rm -f $FLAGS/all_done
-  for phase in "$@"; do
-    echo "$phase=started" >> $FLAGS/phases; say "phase $phase at $(( $(date +%s) - START )) s"; $phase; sweep
+  cd $RUN  # the checkout's own sgl_specflow must not be found first
+  for together in "$@"; do
+    for phase in ${together//+/ }; do
+      echo "$phase=started" >> $FLAGS/phases; say "phase $phase at $(( $(date +%s) - START )) s"; $phase &
+    done
+    wait; sweep
   done
   touch $FLAGS/all_done; say "all done at $(( $(date +%s) - START )) s"
 }

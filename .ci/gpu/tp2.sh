@@ -1,17 +1,15 @@
 #!/bin/bash
 # Lease B, two H200s. COMMIT=<sha> [PHASES="two_ranks inflation_8b inflation_27b"] [WAIT=200] bash .ci/gpu/tp2.sh   (in the working tree's root)
 set -u
-source "$(dirname "$0")/env.sh"
+source "$(dirname "$0")/env.sh"; source "$(dirname "$0")/phases.sh"
 : "${COMMIT:?give COMMIT}"; PHASES=${PHASES:-two_ranks inflation_8b inflation_27b}
-mkdir -p $LOGS/console
 # SGLang 0.5.23 rendezvouses NVLink multicast memory in three places of a plain two-rank server: its custom all-reduce,
 # FlashInfer's fused all-reduce (on by itself on Hopper), and the gather of logits in every LogitsProcessor. The environment
 # of env.sh keeps multicast off in PyTorch and NCCL; besides, the first two are switched off and the third is patched out.
 AR="--disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
 if [ "${1:-}" != background ]; then
-  cp .ci/gpu/* $N/
   HEADS=no
-  source $N/install.sh || { echo INSTALL FAILED; cat $LOGS/console/*.log | tail -40; exit 1; }
+  install_all
   gather=/tmp/site/sglang/srt/distributed/device_communicators/triton_symm_mem_ag.py
   sed -i 's/self\._state = self\._UNINIT if enabled else None/self._state = None/' $gather
   grep -q 'self\._state = self\._UNINIT if enabled' $gather && { echo "the gather of logits is not patched: no servers of two ranks"; exit 1; }
@@ -19,14 +17,9 @@ if [ "${1:-}" != background ]; then
   find /tmp/site/sglang/srt/distributed -name 'triton_symm_mem_ag*.pyc' -delete
   python3 -c "import torch, os; lib = os.path.join(os.path.dirname(torch.__file__), 'lib'); print('PyTorch knows TORCH_SYMM_MEM_DISABLE_MULTICAST:', any(b'TORCH_SYMM_MEM_DISABLE_MULTICAST' in open(os.path.join(lib, n), 'rb').read() for n in ('libtorch_cuda.so', 'libc10_cuda.so', 'libtorch_cpu.so') if os.path.exists(os.path.join(lib, n))))"
   nvidia-smi topo -m 2>&1 | head -6
-  export COMMIT PHASES; rm -f $FLAGS/all_done
-  setsid nohup bash $N/tp2.sh background > $LOGS/console/tp2.log 2>&1 < /dev/null &
-  exec bash $N/wait.sh "${WAIT:-200}"
+  go_on_in_background
 fi
 
-cd $RUN; source $N/phases.sh
-EVAL="python3 -m sgl_specflow.eval"
-PYTEST="python3 -m pytest -v -rs -p no:cacheprovider --durations=8"
 # Inflation of Qwen3-8B on two ranks
 inflation_8b() {
   part inflation_8b_tp2 ${T_8B:-220} $EVAL inflation --model qwen3-8b --runs jetflow:64,jetflow:64:fp8 --points 1x128,1x4096 \

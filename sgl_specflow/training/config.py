@@ -200,7 +200,8 @@ class EvaluateConfig:
         heads: head folders. out: the JSON file. rows: prompts a data set (MT-Bench has 80).
         budgets: tree budgets; the chain of a block is measured too. path_refresh: budgets of two passes, causal heads.
         weavers: a head folder's Weaver adapter, by that folder. weaver_widths: nodes that it expands at once, each
-            measured at each budget, with the default number of rounds; 0 is the server's default width.
+            measured at each budget in the orders given, with the default number of rounds; 0 is the server's default
+            width. The wider, the fewer rounds and the sooner measured.
         continuations: a file that keeps the target's greedy answers between runs, or none.
         width: children considered a depth, SGLang's --speculative-eagle-topk; 16 is what this package serves.
         commit: the code's commit, where it runs outside its checkout.
@@ -216,7 +217,7 @@ class EvaluateConfig:
     budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256])
     path_refresh: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256])
     weavers: dict[str, str] = field(default_factory=dict)
-    weaver_widths: list[int] = field(default_factory=lambda: [0, 1, 4, 8, 16])
+    weaver_widths: list[int] = field(default_factory=lambda: [0, 16, 8, 4, 1])
     width: int = 16
     max_new_tokens: int = 256
     continuations: str = ""

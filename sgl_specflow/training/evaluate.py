@@ -73,7 +73,10 @@ def continuations(config: EvaluateConfig | AblateConfig, tokenizer, generate: Ca
 
 
 def evaluate(config: EvaluateConfig, target: FrozenTarget, answers: list[Response]) -> dict:
-    """Measure every head and write `config.out` after each: {"meta", "rows"}, a row a method, data set and budget."""
+    """Measure every head: {"meta", "rows"}, a row a method, data set and budget.
+
+    `config.out` is written after each head's own trees, and after each width and budget of its Weaver.
+    """
     result = {"meta": describe(config.commit or None) | {"config": asdict(config)}, "rows": []}
     out = Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,11 +112,10 @@ def _weaver_rows(config: EvaluateConfig, folder: str, head: ReferenceHead, targe
     answers = measurable(answers)
     read = WeaverDrafter(head, target, weaver).read(answers)
     name = Path(config.weavers[folder]).name
-    settings = {
+    settings = dict.fromkeys(
         (budget, width or expansion_width(budget)) for width in config.weaver_widths for budget in config.budgets
-    }
-    # The wider, the fewer rounds: what takes longest comes last.
-    for budget, width in sorted(settings, key=lambda setting: (-setting[1], setting[0])):
+    )
+    for budget, width in settings:
         rounds = expansion_rounds(budget, width)
         drafter = WeaverDrafter(head, target, weaver, width, rounds)
         methods = {f"conditional-{budget}": (drafter.conditional_tree, budget)}
@@ -156,10 +158,11 @@ def _rows(folder: Path, head: HeadConfig, lengths: dict, counts: dict[str, int])
 
 
 def table(result: dict) -> str:
-    """The rows as text, a line a head and method."""
+    """The rows as text, a line a head, method and data set; of a Weaver's trees one a width, w4 for 4."""
     cells: dict[tuple, dict[tuple, float]] = {}
     for row in result["rows"]:
-        line = cells.setdefault((row["head"], row["method"]), {})
+        method = f"{row['method']} w{row['weaver_width']}" if "weaver_width" in row else row["method"]
+        line = cells.setdefault((row["head"], method), {})
         line[row["dataset"], row["budget"]] = row["accept_length"]
     lines = []
     for (head, method), line in cells.items():
