@@ -1,5 +1,5 @@
 #!/bin/bash
-# Lease A, one H200. COMMIT=<sha> [PHASES="inflation throughput correctness moe hybrid experts widths"] [WAIT=200] bash .ci/gpu/main.sh   (in the working tree's root)
+# Lease A, one H200. COMMIT=<sha> [PHASES="gdn inflation throughput correctness moe hybrid experts widths"] [WAIT=200] bash .ci/gpu/main.sh   (in the working tree's root)
 set -u
 source "$(dirname "$0")/env.sh"; source "$(dirname "$0")/phases.sh"
 : "${COMMIT:?give COMMIT}"; PHASES=${PHASES:-inflation throughput correctness moe hybrid}
@@ -37,14 +37,24 @@ correctness() {
     --commit $COMMIT -- $SMALL &
   part bfloat16 ${T_CORRECTNESS:-300} $PYTEST --junitxml=$RES/junit_bfloat16.xml --basetemp=$N/pytest_c -m gpu \
     tests/test_bfloat16_serving.py &
+  gdn_serving &
+  part quantised_target ${T_CORRECTNESS:-300} $EVAL quantised_target --model-path /tmp/smollm2 --data /tmp/data \
+    --out $RES/quantised_target_smollm2_h200.json --logs $LOGS/quantised --commit $COMMIT -- $SMALL &
+  wait
+  keep_logs pytest_c
+}
+gdn_serving() {
   part gdn_jetflow ${T_CORRECTNESS:-300} $PYTEST --junitxml=$RES/junit_gdn_jetflow.xml --basetemp=$N/pytest_d1 \
     tests/test_gdn_serving.py -k "$GDN_JETFLOW" &
   part gdn_dflash_tfm ${T_CORRECTNESS:-300} $PYTEST --junitxml=$RES/junit_gdn_dflash_tfm.xml --basetemp=$N/pytest_d2 \
     tests/test_gdn_serving.py -k "$GDN_DFLASH" &
-  part quantised_target ${T_CORRECTNESS:-300} $EVAL quantised_target --model-path /tmp/smollm2 --data /tmp/data \
-    --out $RES/quantised_target_smollm2_h200.json --logs $LOGS/quantised --commit $COMMIT -- $SMALL &
   wait
-  keep_logs pytest_c pytest_d1 pytest_d2
+  keep_logs pytest_d1 pytest_d2
+}
+# Gated Delta Net's kernel against SGLang's, the shapes that have goals first
+gdn() {
+  part gdn ${T_GDN:-150} $EVAL gdn --out $RES/gdn_verify_h200.json --commit $COMMIT \
+    --shapes 1x64,1x128,1x256,4x128,1x16,1x32,4x16,4x32,4x64,4x256,16x64,16x128
 }
 # Offline accept lengths of SmolLM2's Weaver by rounds of 4, 8 and 16, on the prompts of acceptance_smollm2.json; what that lacks first
 widths() {
@@ -63,7 +73,7 @@ moe() {
 }
 # Qwen3.6-27B: two servers of 54 GB at once
 hybrid() {
-  part inflation_27b ${T_HYBRID:-330} $EVAL inflation --model qwen3.6-27b --runs jetflow:64:fp8,jetflow:128:fp8,dflash_tfm:64:fp8 \
+  part inflation_27b ${T_HYBRID:-330} $EVAL inflation --model qwen3.6-27b --runs ${HYBRID_RUNS:-jetflow:64:fp8,jetflow:128:fp8,dflash_tfm:64:fp8} \
     --points 1x4096,1x128 --plain-backends fa3 --steps 60 --profile 1x4096 --at-once 2 --max-total-tokens 12288 \
     --out $RES/inflation_27b.json --logs $LOGS/hybrid --commit $COMMIT -- --sleep-on-idle --mem-fraction-static 0.95
 }
