@@ -75,7 +75,7 @@ moe() {
 hybrid() {
   part inflation_27b ${T_HYBRID:-330} $EVAL inflation --model qwen3.6-27b --runs ${HYBRID_RUNS:-jetflow:64:fp8,jetflow:128:fp8,dflash_tfm:64:fp8} \
     --points 1x4096,1x128 --plain-backends fa3 --steps 60 --profile 1x4096 --at-once 2 --max-total-tokens 12288 \
-    --out $RES/inflation_27b.json --logs $LOGS/hybrid --commit $COMMIT -- --sleep-on-idle --mem-fraction-static 0.95
+    --out $RES/inflation_27b.json --logs $LOGS/hybrid --commit $COMMIT -- --sleep-on-idle --max-mamba-cache-size 8 --mem-fraction-static 0.95
 }
 experts() {
   part experts ${T_EXPERTS:-330} $EVAL experts --model qwen3-30b-a3b --budgets 16,64 --points 1x4096 --at-once 2 \
