@@ -54,12 +54,12 @@ class Scratch:
 def attention_on_cpu(
     inputs: dict,
     variant: cuda_kernel.Variant,
-    reversed_order: bool = False,
+    warps: int = 0,
     source: str = "",
     order: Callable[[int], list[int]] = range,
     scratch: Scratch | None = None,
 ):
-    """`tree_attention_cuda` on the CPU; reversed_order: the warps and lanes of a block run backwards.
+    """`tree_attention_cuda` on the CPU; warps: the order in which those of a block run (run_cluster in cuda_on_cpu.h).
 
     order: of so many that share their rows, how they run one after another. scratch: of a launch before, or new.
     """
@@ -80,7 +80,7 @@ def attention_on_cpu(
         (ctypes.c_int * row_blocks)(*order(row_blocks)),
         readable,
         len(readable),
-        reversed_order,
+        warps,
     )
     scratch.check()
     return inputs["out"]

@@ -184,9 +184,10 @@ static void expect_part() {
         }
 }
 
-// order: of those that share their rows, by number, as they run one after another; each are SPLITS blocks together.
+// order: of those that share their rows, by number, as they run one after another; each are SPLITS blocks together. warps: in
+// which order theirs run (run_cluster).
 extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_t shared_bytes, const int* grid,
-                                      const int* order, const on_cpu::Range* readable, int ranges, bool reversed) {
+                                      const int* order, const on_cpu::Range* readable, int ranges, int warps) {
     on_cpu::readable.assign(readable, readable + ranges);
     given = arguments;
     gridDim = {grid[0], grid[1], grid[2]};
@@ -194,6 +195,6 @@ extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_
     for (int i = 0; i < across * grid[1] * grid[2]; ++i) {
         blockIdx = {order[i] % across * SPLITS, order[i] / across % grid[1], order[i] / across / grid[1]};
         memset(turns, 0, sizeof turns);  // the last of a launch is not waited for
-        on_cpu::run_cluster(SPLITS, THREADS + 32 * COPIERS, shared_bytes, reversed, [&] { tree_attention(*arguments); });
+        on_cpu::run_cluster(SPLITS, THREADS + 32 * COPIERS, shared_bytes, warps, [&] { tree_attention(*arguments); });
     }
 }
