@@ -1,6 +1,6 @@
 // Runs a CUDA kernel on the CPU, block by block (or cluster by cluster): every thread is a fiber, warp-level
 // instructions and barriers are meeting points. It checks that warps do not diverge at one and that shared memory is
-// not overrun; shared memory starts as NaN, asynchronous copies land at the wait, the order of warps can be reversed to
+// not overrun; shared memory starts as NaN, asynchronous copies land at the wait, the order of warps can be reversed or mixed to
 // expose races, and matrix products are cut as tensor cores cut them.
 #pragma once
 #define GDN_TREE_ON_CPU

@@ -69,6 +69,7 @@ def in_float64(layer):
     "trees, heads, dims, value_slice, limit, options",
     [
         ([("recent", 40)], (1, 2), (128, 128), 64, HOPPER, {}),
+        ([("recent", 64)], (1, 1), (128, 128), 64, 101376, {}),
         ([("chain", 40)], (1, 1), (128, 128), 64, HOPPER, {"decay": "one"}),
         ([("star", 40)], (1, 1), (128, 128), 64, HOPPER, {"decay": "zero"}),
         ([("recent", 33), ("wide", 5), ("chain", 16)], (1, 3), (64, 64), 64, HOPPER, {}),
@@ -86,6 +87,7 @@ def in_float64(layer):
     ],
     ids=[
         "qwen",
+        "64_nodes_in_99_KB",
         "no_decay",
         "star",
         "ragged",
@@ -143,7 +145,7 @@ def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options)
     ids=str,
 )
 def test_numbers_of_any_size(nodes, values, outlier, state):
-    """float16 terms of U are scaled to what v and the state are; one great v costs the others nothing that counts."""
+    """float16 terms of U are scaled to what v and the state are; all nodes together are held, an outlier among them."""
     layer = make_layer(5, [parents("recent", nodes)], 1, 1, 128)
     layer.v *= values
     layer.v[nodes // 3] *= outlier

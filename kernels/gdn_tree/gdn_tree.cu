@@ -355,8 +355,11 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int
 
 // The warp's columns of S k and S q of all nodes, then r = b (v - e^G S k), the right-hand side of the solve, and
 // o = e^G S q, the output's first part, k and q of norm 1. Gives the power of two that r is scaled by for float16.
+// `value` gives v of a row tile and half.
+template <class Value>
 __device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], float (&o)[TILES][4], const StateColumns& s,
-                                                        const Shared& at, int count, int tiles, const Lane& lane) {
+                                                        const Shared& at, int count, int tiles, const Lane& lane,
+                                                        Value value) {
     constexpr int GROUP = 2;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -405,7 +408,7 @@ __device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], fl
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int node = i * 16 + half * 8;  // counted from lane.row
-            const unsigned v = node < rows_left ? load_value(at.v, i, half, lane) : 0;
+            const unsigned v = node < rows_left ? value(i, half) : 0;
             const float2 g = path_g[node];
             const float decay = exp2_approx(g.x + g.y), factor = norms[node] * decay, beta = betas[node];
             r[i][half * 2] = beta * (low_half(v) - factor * r[i][half * 2]);
@@ -668,7 +671,7 @@ __device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const StateOper
 }
 
 // What the warp's columns are scaled by for float16: |u| is at most the sum of |v| + |S k| over its path (docs/gdn.md), which
-// is 512 times the greatest of both.
+// is at most 512 times the greatest of both.
 __device__ __forceinline__ float scale_of(const StateColumns& s, float greatest_value) {
     float most = 0.0f;
 #pragma unroll
@@ -806,7 +809,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     };
     if constexpr (AT_ONCE) {
         float r[TILES][4], o[TILES][4];
-        const float scale = multiply_state_at_once(r, o, s, at, count, tiles, lane);
+        const float scale = multiply_state_at_once(r, o, s, at, count, tiles, lane, value);
         __syncthreads();
         solve_at_once(r, o, scale, at, rows_left, tiles, u_out, lane);
         const float factor = float(in.scale) * inverse_of_power(scale) * (1.0f / TILE_SCALE);

@@ -117,7 +117,7 @@ __device__ __forceinline__ void split_bf16(float x, float y, unsigned (&terms)[T
     }
 }
 
-// The same of float16 terms, 11 bits each down to 2^-14, of numbers below 2^16.
+// The same of float16 terms, 11 bits each down to 2^-14, of numbers below 65520.
 template <int TERMS>
 __device__ __forceinline__ void split_f16(float x, float y, unsigned (&terms)[TERMS]) {
 #pragma unroll

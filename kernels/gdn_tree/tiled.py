@@ -83,8 +83,9 @@ def verify_tiled(q, k, v, g, beta, state, visible, scale: float, split: bool = F
     right = beta.T[..., None] * (v - norm * into * (k @ terms(state, 3).mT))
     u = torch.zeros_like(right)
     for j in range(tiles):
-        inverse = half_terms(invert_unit_lower(x[j, j]), 2)
-        u[:, rows(j)] = inverse @ half_terms(right[:, rows(j)], 2, u_scale)
+        inverse = invert_unit_lower(x[j, j])
+        inverse = half_terms(inverse - torch.eye(TILE, dtype=inverse.dtype, device=inverse.device), 2)
+        u[:, rows(j)] = right[:, rows(j)] + inverse @ half_terms(right[:, rows(j)], 2, u_scale)
         for i in range(j + 1, tiles):
             if occupied[i, j]:
                 right[:, rows(i)] -= half_terms(x[i, j], 2) @ half_terms(u[:, rows(j)], 2, u_scale)
