@@ -681,12 +681,14 @@ __device__ __forceinline__ float scale_of(const StateColumns& s, float greatest_
     most *= KEY_DIM == 64 ? 8.0f : 12.0f;  // |S k| of a k of norm 1
     return scale_to(greatest_of_warp(fmaxf(most, greatest_value)), 5);
 }
-// The lane's part of the greatest |v| of the warp's columns. Where v stays in global memory it is asked for early.
+// The lane's part of the greatest |v| of the warp's columns. Where v stays in global memory it is asked for early; few nodes need
+// it not at all.
 struct ValuePieces {
     static constexpr int EACH = (NODES + 31) / 32;
-    uint4 pieces[OVERLAID ? EACH : 1];
+    static constexpr bool EARLY = OVERLAID && !AT_ONCE;
+    uint4 pieces[EARLY ? EACH : 1];
     __device__ __forceinline__ ValuePieces(const bf16* values, int64 token_stride, int nodes, const Lane& at) {
-        if constexpr (OVERLAID)
+        if constexpr (EARLY)
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
                 pieces[i] = i * 32 + at.lane < nodes
@@ -699,8 +701,8 @@ struct ValuePieces {
         for (int i = 0; i < EACH; ++i) {
             const int node = i * 32 + at.lane;
             if (node >= count) break;
-            const uint4 x = OVERLAID ? pieces[OVERLAID ? i : 0]
-                                     : *reinterpret_cast<const uint4*>(shared.v + value_place(node, at.warp));
+            const uint4 x = EARLY ? pieces[EARLY ? i : 0]
+                                  : *reinterpret_cast<const uint4*>(shared.v + value_place(node, at.warp));
             const unsigned words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int n = 0; n < 4; ++n) most = max_of(most, max_of(words[n] << 16 & 0x7fffffffu, words[n] & 0x7fff0000u));
@@ -750,7 +752,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     fetch_state(at.state, in.state, offset);
     copy_async_commit();
     store_nodes(at, inputs, in, count, lane);
-    float greatest_value = OVERLAID ? pieces.greatest(at, count, lane) : 0.0f;
+    float greatest_value = ValuePieces::EARLY ? pieces.greatest(at, count, lane) : 0.0f;
     copy_async_wait<1>();
     if (count < nodes) {
         clear_rows(at, count, tiles);
@@ -817,7 +819,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     } else {
         StateOperand state;
         Columns u[TILES];
-        if (!OVERLAID) greatest_value = pieces.greatest(at, count, lane);
+        if (!ValuePieces::EARLY) greatest_value = pieces.greatest(at, count, lane);
         const float scale = scale_of(s, greatest_value);
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) as_columns(s[step], state[step]);
