@@ -189,26 +189,30 @@ __device__ __forceinline__ void sum_paths(const Shared& at, int tiles) {
     }
 }
 
-// 1 / |row| of every node, four lanes a row.
-__device__ __forceinline__ void row_norms(float* norms, bf16* rows, float scale, int tiles, const Lane& lane) {
-    for (int node = threadIdx.x / 4; node < tiles * 16; node += THREADS / 4) {
-        float sums[2] = {};
+// 1 / |row| of every node's k and q: a row tile's product with itself has the squares on its diagonal. A fragments of 8 rows are
+// the B fragments of the same rows as columns.
+__device__ __forceinline__ void row_norms(const Shared& at, int tiles, const Lane& lane) {
+#pragma unroll 1
+    for (int task = lane.warp; task < 2 * tiles; task += WARPS) {
+        const int of_q = task & 1, tile = task >> 1;
+        float squares[2][4] = {};  // of the upper and the lower 8 rows
 #pragma unroll
-        for (int piece = 0; piece < ROW_CHUNKS / 4; ++piece) {
-            const uint4 x = *reinterpret_cast<const uint4*>(row_piece(rows, node, piece * 4 + lane.pair));
-            const unsigned words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sums[0] += low_half(words[i]) * low_half(words[i]);
-                sums[1] += high_half(words[i]) * high_half(words[i]);
-            }
+        for (int step = 0; step < K_STEPS; ++step) {
+            unsigned rows[4];
+            load_rows(rows, of_q ? at.q : at.k, tile, step, lane);
+            float upper[4] = {}, lower[4] = {};
+            mma_bf16(upper, rows, rows[0], rows[2]);
+            mma_bf16(lower, rows, rows[1], rows[3]);
+            add(squares[0], upper);
+            add(squares[1], lower);
         }
-        float sum = sums[0] + sums[1];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        sum += 1e-6f;
-        const float root = rsqrtf(sum);  // and one step of Newton's method
-        if (lane.pair == 0) norms[node] = scale * (root + 0.5f * root * (1.0f - sum * root * root));
+        if (lane.row >> 1 == lane.pair)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float sum = 1e-6f + (lane.row & 1 ? squares[half][half * 2 + 1] : squares[half][half * 2]);
+                const float root = rsqrtf(sum);  // and one step of Newton's method
+                (of_q ? at.q_norm : at.norm)[tile * 16 + half * 8 + lane.row] = root + 0.5f * root * (1.0f - sum * root * root);
+            }
     }
 }
 
@@ -313,7 +317,8 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
     }
 }
 
-// A panel's diagonal tiles: X to the A fragments of (I + X)^-1 - I, in place, by forward substitution, a lane a column.
+// A panel's diagonal tiles: X to the A fragments of (I + X)^-1 - I, in place, by forward substitution, a lane a column: a row that
+// is known is taken out of all later ones, which do not wait for each other.
 __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int end, const Lane& lane) {
     const int column = lane.lane & 15;
     for (int i = panel + lane.warp; i < end; i += WARPS) {
@@ -321,18 +326,17 @@ __device__ __forceinline__ void invert_diagonal(const Shared& at, int panel, int
         float* x = reinterpret_cast<float*>(terms_at);
         float t[16];
 #pragma unroll
-        for (int row = 0; row < 16; ++row) {
-            float sums[2] = {row == column ? 1.0f : 0.0f, 0.0f};
+        for (int row = 0; row < 16; ++row) t[row] = row == column ? 1.0f : 0.0f;
 #pragma unroll
-            for (int j = 0; j < row; j += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(x + row * 16 + j);
+        for (int start = 0; start < 16; start += 4)
+#pragma unroll
+            for (int row = start + 1; row < 16; ++row) {
+                const float4 four = *reinterpret_cast<const float4*>(x + row * 16 + start);
                 const float coefficients[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    if (j + n < row) sums[n & 1] -= coefficients[n] * t[j + n];
+                for (int j = 0; j < 4; ++j)
+                    if (start + j < row) t[row] -= coefficients[j] * t[start + j];
             }
-            t[row] = sums[0] + sums[1];
-        }
         __syncwarp();
         if (lane.lane < 16)
 #pragma unroll
@@ -461,19 +465,19 @@ __device__ __forceinline__ void solve_at_once(float (&r)[TILES][4], float (&o)[T
             }
             // Rows in pairs, the diagonal's output with the first: several products are in flight.
 #pragma unroll
-            for (int start = j & ~1; start < TILES; start += 2)
+            for (int start = j; start < TILES; start += 2)
                 if (below >> start & 3) {
                     uint4 below_x[2][2], below_y[2];
                     float sums[2][4] = {}, rest[2][4] = {};
 #pragma unroll
-                    for (int i = start > j ? start : j; i < start + 2 && i < TILES; ++i) {
+                    for (int i = start; i < start + 2 && i < TILES; ++i) {
 #pragma unroll
                         for (int term = 0; term < 2; ++term)
                             if (i > j) below_x[i - start][term] = tile[tiles_before(i) * 96 + term * 32];
                         below_y[i - start] = tile[tiles_before(i) * 96 + 64];
                     }
 #pragma unroll
-                    for (int i = start > j ? start : j; i < start + 2 && i < TILES; ++i) {
+                    for (int i = start; i < start + 2 && i < TILES; ++i) {
                         if (i > j) mma_two_terms(sums[i - start], rest[i - start], below_x[i - start], u_terms);
                         mma_rows(o[i], below_y[i - start], u_terms[0]);
                     }
@@ -760,8 +764,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     }
     __syncthreads();
     sum_paths(at, tiles);
-    row_norms(at.norm, at.k, 1.0f, tiles, lane);
-    row_norms(at.q_norm, at.q, 1.0f, tiles, lane);
+    row_norms(at, tiles, lane);
     const PathSource from(pending, in.stash, in.heads, 0, key_head, head, column);
     if (pending.length > 0) {
         at.path.fetch(pending, 0, from);
