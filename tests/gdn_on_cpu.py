@@ -13,11 +13,12 @@ def build(shape: cuda_kernel.KernelShape) -> ctypes.CDLL:
     return build_for_cpu("gdn_tree_on_cpu.cpp", cuda_kernel.SOURCE.parent, shape.defines())
 
 
-def verify_on_cpu(shape, layer, scale: float, order: int = 0) -> torch.Tensor:
+def verify_on_cpu(shape, layer, scale: float, order: int = 0, whole: int = 0) -> torch.Tensor:
     """Output of the kernel, poisoned before; state and stash of `layer` change as on the GPU. order: in which the warps
-    run (run_cluster in cuda_on_cpu.h)."""
+    run (run_cluster in cuda_on_cpu.h). whole: key heads whose blocks compute all slices of a head."""
     out = torch.full(layer.v.shape, float("nan"), dtype=torch.bfloat16)
     arguments = cuda_kernel.verify_arguments(*layer.arguments(), scale, out)
+    arguments.whole = whole
     requests = layer.ancestors.shape[0]
     _run(
         build(shape).verify_on_cpu,

@@ -14,7 +14,7 @@ static void run(void (*kernel)(Arguments), const Arguments& arguments, size_t sh
 }
 
 extern "C" void verify_on_cpu(const VerifyArguments* arguments, size_t shared_bytes, const int* grid, int order) {
-    run(gdn_tree_verify, *arguments, shared_bytes, grid, order);
+    run(WHOLE_HEADS && arguments->whole ? gdn_tree_verify_heads : gdn_tree_verify, *arguments, shared_bytes, grid, order);
 }
 extern "C" void flush_on_cpu(const FlushArguments* arguments, size_t shared_bytes, const int* grid, int order) {
     run(gdn_tree_flush, *arguments, shared_bytes, grid, order);

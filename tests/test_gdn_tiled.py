@@ -81,6 +81,8 @@ def in_float64(layer):
         ([("recent", 176), ("chain", 97)], (1, 1), (128, 128), 64, HOPPER, {}),
         ([("chain", 80), ("roots", 70)], (1, 1), (128, 128), 64, HOPPER, {}),
         ([("recent", 128), ("star", 100)], (1, 1), (128, 128), 64, HOPPER, {"beta": "one", "repeated_keys": True}),
+        ([("recent", 90), ("comb", 66)], (2, 4), (128, 128), 64, HOPPER, {}),
+        ([("recent", 70)], (2, 2), (64, 128), 32, AMPERE, {"state_dtype": torch.bfloat16}),
         ([("wide", 208)], (1, 1), (128, 128), 32, AMPERE, {}),
         ([("wide", 1)], (2, 2), (64, 128), 64, HOPPER, {"state_dtype": torch.bfloat16}),
         ([("recent", 70)], (1, 2), (64, 64), 32, HOPPER, {"state_dtype": torch.bfloat16}),
@@ -99,13 +101,16 @@ def in_float64(layer):
         "panels_of_odd_tiles",
         "one_panel_of_odd_tiles",
         "128_nodes",
+        "some_whole_heads",
+        "whole_heads_of_four_slices",
         "ampere",
         "one_node",
         "bf16_state",
     ],
 )
 def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options):
-    """Three steps of verify, accept, commit: warps in order, backwards and at different speeds give the same bits."""
+    """Three steps of verify, accept, commit: warps in order, backwards and at different speeds, and blocks of one slice or a
+    whole head, give the same bits."""
     layer = make_layer(2, [parents(*tree) for tree in trees], *heads, *dims, **options)
     state_bf16 = layer.state.dtype == torch.bfloat16
     shape = KernelShape(-(-layer.ancestors.shape[1] // 16), *dims, value_slice, state_bf16, limit)
@@ -114,11 +119,14 @@ def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options)
     again, exact = copy.deepcopy(layer), in_float64(layer)
     for step in range(3):
         out = gdn_on_cpu.verify_on_cpu(shape, layer, scale)
-        assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, again, scale, order=1 + step), out)
+        whole = min(1 + step, heads[0]) if shape.computes_whole_heads else 0
+        assert torch.equal(gdn_on_cpu.verify_on_cpu(shape, again, scale, order=1 + step, whole=whole), out)
         expected = gdn_tree_verify(*exact.arguments())
         # A bfloat16 state is rounded at each commit, and the error that this makes grows with the decay's memory.
         assert relative_error(out, expected) < (1e-2 if state_bf16 else 2e-3)
         assert relative_error(layer.state, exact.state) < (1e-2 if state_bf16 else 1e-6)
+        assert torch.equal(layer.state, again.state) and torch.equal(layer.stash.k, again.stash.k)
+        assert torch.equal(layer.stash.u, again.stash.u) and torch.equal(layer.stash.g, again.stash.g)
         if not state_bf16:
             assert relative_error(layer.stash.u, exact.stash.u) < 2e-6
         for each in (layer, again, exact):

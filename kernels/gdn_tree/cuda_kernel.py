@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import heapq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,16 +46,39 @@ class KernelShape:
         """SHARED_BYTES of gdn_tree.cu, which checks that both agree."""
         return self._bytes(max(self.panel, 1))
 
+    @property
+    def computes_whole_heads(self) -> bool:
+        """WHOLE_HEADS of gdn_tree.cu: a block may compute all slices of a head, with one X and Y."""
+        return self.slices > 1 and self.tiles > 4 and self.panel == self.tiles and not self._overlaid
+
+    @property
+    def _overlaid(self) -> bool:
+        return self._bytes_apart(self.panel) > self.shared_limit
+
     def _bytes(self, panel: int) -> int:
+        apart = self._bytes_apart(panel)
+        if apart <= self.shared_limit:
+            return apart
+        tiles, staged = self._panel_bytes(panel), self._staged_bytes
+        return apart - tiles - staged - self._value_bytes + max(tiles, staged)
+
+    def _bytes_apart(self, panel: int) -> int:
         nodes = self.tiles * TILE
         rows = 2 * nodes * self.key_dim * 2  # k and q
         words = -(-nodes // 32)
-        panel_tiles = panel * self.tiles - panel * (panel - 1) // 2
-        staged, values = self._state_bytes + words * 1024, nodes * self.value_slice * 2
         vectors = nodes * 20 + nodes * words * 4 + self.tiles * 4
-        others = rows + self._path_bytes + vectors
-        apart = others + panel_tiles * TILE_BYTES + staged + values
-        return apart if apart <= self.shared_limit else others + max(panel_tiles * TILE_BYTES, staged)
+        return rows + self._path_bytes + vectors + self._panel_bytes(panel) + self._staged_bytes + self._value_bytes
+
+    def _panel_bytes(self, panel: int) -> int:
+        return (panel * self.tiles - panel * (panel - 1) // 2) * TILE_BYTES
+
+    @property
+    def _staged_bytes(self) -> int:
+        return self._state_bytes + -(-self.tiles * TILE // 32) * 1024  # the state and the sums of decays
+
+    @property
+    def _value_bytes(self) -> int:
+        return self.tiles * TILE * self.value_slice * 2
 
     @property
     def _state_bytes(self) -> int:
@@ -150,6 +174,7 @@ class VerifyArguments(ctypes.Structure):
             for name in (
                 "nodes",
                 "ancestor_words",
+                "whole",
                 "q_token",
                 "q_head",
                 "k_token",
@@ -214,6 +239,7 @@ def verify_arguments(
         _heads(k.shape[1], v.shape[1]),
         ancestors.shape[1],
         ancestors.stride(1),
+        0,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -239,12 +265,39 @@ def flush_arguments(state, slots, destination, stash, rows, pending, length) -> 
 
 
 def verify_grid(shape: KernelShape, arguments: VerifyArguments, requests: int) -> tuple[int, int, int]:
-    return shape.slices * arguments.heads.group, requests, arguments.heads.key_heads
+    heads = arguments.heads
+    return heads.group, requests, arguments.whole + (heads.key_heads - arguments.whole) * shape.slices
+
+
+WHOLE_HEAD_COST = 1.6  # the time of a block that computes two slices, over that of one slice (H200, 128 nodes)
+
+
+@functools.cache
+def whole_key_heads(key_heads: int, blocks: int, slices: int, multiprocessors: int) -> int:
+    """For how many key heads blocks should compute all slices of a value head, where `blocks` value heads, those of all
+    requests, belong to each: everything is done soonest when each multiprocessor takes the next block, whole ones first."""
+    whole_cost = 1 + (slices - 1) * (WHOLE_HEAD_COST - 1)
+
+    def time(whole: int) -> float:
+        ends = [0.0] * multiprocessors
+        for cost, count in ((whole_cost, whole * blocks), (1.0, (key_heads - whole) * slices * blocks)):
+            for _ in range(count):
+                heapq.heapreplace(ends, ends[0] + cost)
+        return max(ends)
+
+    if key_heads * blocks > 16 * multiprocessors:
+        return key_heads
+    return min(range(key_heads, -1, -1), key=time)
 
 
 @functools.cache
 def shared_limit(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -264,8 +317,20 @@ def headers() -> dict[str, str]:
 
 
 def launch_verify(shape: KernelShape, arguments: VerifyArguments, requests: int, device: int) -> None:
+    if shape.computes_whole_heads:
+        heads = arguments.heads
+        arguments.whole = whole_key_heads(
+            heads.key_heads, heads.group * requests, shape.slices, multiprocessors(device)
+        )
     grid = verify_grid(shape, arguments, requests)
-    _launch(shape, "gdn_tree_verify", grid, shape.shared_bytes, arguments, device)
+    _launch(
+        shape,
+        "gdn_tree_verify_heads" if arguments.whole else "gdn_tree_verify",
+        grid,
+        shape.shared_bytes,
+        arguments,
+        device,
+    )
 
 
 def launch_flush(shape: KernelShape, arguments: FlushArguments, requests: int, layers: int, device: int) -> None:

@@ -1,7 +1,8 @@
 // Gated Delta Net on a token tree: one launch a layer verifies, with the previous step's accepted path entering the
 // state on the way. docs/gdn.md derives it; tiled.py is the same algorithm in PyTorch.
 //
-// A block computes SLICE value columns of one value head of one request. The columns of U and O do not depend on each
+// A block computes SLICE value columns of one value head of one request, or all of them, SLICE at a time, where there are more
+// blocks than run at once. The columns of U and O do not depend on each
 // other, so each warp owns 8 of them from the state to the output; warps meet only to make X and Y, the two matrices over
 // pairs of nodes, in panels of row tiles. Raw k and q enter the tensor cores as they are (bfloat16, exact); their
 // norms are factors, applied in float32:
@@ -195,11 +196,12 @@ __device__ __forceinline__ void row_norms(const Shared& at, int tiles, const Lan
 #pragma unroll 1
     for (int task = lane.warp; task < 2 * tiles; task += WARPS) {
         const int of_q = task & 1, tile = task >> 1;
+        const SharedAddress rows_at = tile_rows(of_q ? at.q : at.k, tile, lane);
         float squares[2][4] = {};  // of the upper and the lower 8 rows
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
             unsigned rows[4];
-            load_rows(rows, of_q ? at.q : at.k, tile, step, lane);
+            load_step(rows, rows_at, step);
             float upper[4] = {}, lower[4] = {};
             mma_bf16(upper, rows, rows[0], rows[2]);
             mma_bf16(lower, rows, rows[1], rows[3]);
@@ -242,10 +244,12 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
     const int before = tiles_before(panel), total = tiles_before(end) - before;
     // A warp's tiles follow each other in a row, whose fragments stay in registers where those are free.
     constexpr int KEPT = TILES <= 4 || OVERLAID ? 0 : K_STEPS;
+    // Of warps w and w + 4, which share a part of the multiprocessor, one has the greater share (1 % more where OVERLAID).
+    const int rank = OVERLAID ? lane.warp : lane.warp ^ (lane.warp >> 2 & 1);
     int i = panel, loaded = -1;
     unsigned keys[KEPT + 1][4], queries[KEPT + 1][4];
 #pragma unroll 1
-    for (int tile = total * lane.warp / WARPS; tile < total * (lane.warp + 1) / WARPS; ++tile) {
+    for (int tile = total * rank / WARPS; tile < total * (rank + 1) / WARPS; ++tile) {
         while (tiles_before(i + 1) - before <= tile) ++i;
         const int j = tile + before - tiles_before(i);
         uint4* to = at.tiles + tile * 96 + lane.lane;
@@ -253,22 +257,23 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
             to[0] = to[32] = to[64] = {0, 0, 0, 0};
             continue;
         }
+        const SharedAddress rows_at = tile_rows(at.k, i, lane), columns_at = tile_columns(at.k, j, lane);
         if (KEPT && loaded != i) {
             loaded = i;
 #pragma unroll
-            for (int step = 0; step < KEPT; ++step) load_rows(keys[step], at.k, i, step, lane);
+            for (int step = 0; step < KEPT; ++step) load_step(keys[step], rows_at, step);
 #pragma unroll
-            for (int step = 0; step < KEPT; ++step) load_rows(queries[step], at.q, i, step, lane);
+            for (int step = 0; step < KEPT; ++step) load_step(queries[step], rows_at, step, ROWS_BYTES);
         }
         float products[2][2][4] = {};  // k or q, column half
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
             unsigned columns[4];
-            load_columns(columns, at.k, j, step, lane);
+            load_step(columns, columns_at, step);
 #pragma unroll
             for (int of = 0; of < 2; ++of) {
                 unsigned (&rows)[4] = of ? queries[min(step, KEPT)] : keys[min(step, KEPT)];
-                if (step >= KEPT) load_rows(rows, of ? at.q : at.k, i, step, lane);
+                if (step >= KEPT) load_step(rows, rows_at, step, of * ROWS_BYTES);
                 mma_bf16(products[of][0], rows, columns[0], columns[1]);
                 mma_bf16(products[of][1], rows, columns[2], columns[3]);
             }
@@ -369,6 +374,7 @@ __device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], fl
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int x = 0; x < 4; ++x) r[i][x] = o[i][x] = 0.0f;
+    const SharedAddress rows_at = tile_rows(at.k, 0, lane);
     uint2 next[3];  // the next step's columns are made during the first group's products
     as_columns(s[0], next);
 #pragma unroll
@@ -384,9 +390,9 @@ __device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], fl
                 for (int i = 0; i < GROUP; ++i)
                     if (start + i < TILES) {
                         unsigned rows[4];
-                        load_rows(rows, at.k, start + i, step, lane);
+                        load_step(rows, rows_at, step, (start + i) * 16 * KEY_DIM * 2);
                         keys[i] = {rows[0], rows[1], rows[2], rows[3]};
-                        load_rows(rows, at.q, start + i, step, lane);
+                        load_step(rows, rows_at, step, (start + i) * 16 * KEY_DIM * 2 + ROWS_BYTES);
                         queries[i] = {rows[0], rows[1], rows[2], rows[3]};
                     }
 #pragma unroll
@@ -519,9 +525,11 @@ typedef uint2 StateOperand[K_STEPS][3];   // and of the state in bfloat16 terms
 typedef float RowTiles[ROWS][4];
 
 // S k and S q of the row tiles `row`.
+template <bool SPREAD>
 __device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const StateOperand& state, const Shared& at,
                                                const int (&row)[ROWS], const Lane& lane) {
     RowTiles rest = {};  // what the small terms give to r
+    const SolveRows<SPREAD> rows_at[2] = {{at.k, row[0], lane}, {at.k, row[ROWS - 1], lane}};
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -532,8 +540,8 @@ __device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const S
         float sums[ROWS][4] = {};
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            load_rows(keys[i], at.k, row[i], step, lane);
-            load_rows(queries[i], at.q, row[i], step, lane);
+            rows_at[i].load(keys[i], step);
+            rows_at[i].load(queries[i], step, ROWS_BYTES);
         }
 #pragma unroll
         for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
@@ -598,7 +606,7 @@ __device__ __forceinline__ void take_out(float (*r)[4], float (*rest)[4], float 
 // both were written out. All threads of the block call it; it waits for the diagonal's inverses.
 // value: v of a node counted from lane.row. u_out and out: column 2 pair of the warp's columns, node `row`, in the stash
 // (or null) and in the output. rows_left: nodes from there on.
-template <class Value>
+template <bool SPREAD, class Value>
 __device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const StateOperand& state, float scale, float output_scale,
                                             const Shared& at, int panel, int end, int rows_left, float* u_out, bf16* out,
                                             int out_stride, const Lane& lane, Value value) {
@@ -615,7 +623,7 @@ __device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const StateOper
                 v[i][half] = row[i] * 16 + half * 8 < rows_left ? value(row[i], half) : 0;
         }
         RowTiles r, o, rest = {};
-        multiply_state(r, o, state, at, row, lane);
+        multiply_state<SPREAD>(r, o, state, at, row, lane);
         right_hand_side(r, o, v, scale, at, row, lane);
         const uint4* tile[ROWS];
         unsigned seen = 0;
@@ -725,13 +733,44 @@ __device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from,
     }
 }
 
-// Grid [value heads of a key head * SLICES, R, key heads].
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(const VerifyArguments in) {
-    DYNAMIC_SHARED(memory);
+// What a block computes: slices from `slice` to `end` of a value head.
+struct Work {
+    int request, key_head, head, slice, end;
+    __device__ __forceinline__ Work(const VerifyArguments& in, int whole) : request(blockIdx.y) {
+        const int rest = int(blockIdx.z) - whole;
+        key_head = rest < 0 ? int(blockIdx.z) : whole + rest / SLICES;
+        slice = rest < 0 ? 0 : rest % SLICES;
+        end = rest < 0 ? SLICES : slice + 1;
+        head = key_head * int(in.heads.group) + blockIdx.x;
+    }
+};
+
+// The stash's part that a block writes with a slice: G with the first, and its share of the raw k, which all slices of all value
+// heads of a key head have in common.
+__device__ __forceinline__ void stash_nodes(const Shared& at, const VerifyArguments& in, const Work& work, const Pending& pending,
+                                            int slice, int count) {
+    const Stash& stash = in.stash;
+    const int64 buffer = int64(1 - pending.parity) * stash.rows + pending.row;
+    if (slice == 0)
+#pragma unroll 1
+        for (int node = threadIdx.x; node < count; node += THREADS)
+            stash.g[(buffer * in.heads.value_heads + work.head) * stash.nodes + node] =
+                (double(at.g[node].x) + double(at.g[node].y)) * (1.0 / LOG2_E);
+    bf16* to = stash.k + (buffer * in.heads.key_heads + work.key_head) * stash.nodes * KEY_DIM;
+    const int parts = int(gridDim.x) * SLICES;
+#pragma unroll 1
+    for (int i = (blockIdx.x * SLICES + slice) * THREADS + threadIdx.x; i < count * ROW_CHUNKS; i += parts * THREADS)
+        reinterpret_cast<uint4*>(to)[i] = *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
+}
+
+// WHOLE: some blocks compute all slices of a head.
+template <bool WHOLE>
+__device__ __forceinline__ void verify(const VerifyArguments& in, unsigned char* memory) {
     const Shared at(memory);
-    const Lane lane;
-    const int slice = blockIdx.x % SLICES, request = blockIdx.y, key_head = blockIdx.z, nodes = int(in.nodes);
-    const int head = key_head * int(in.heads.group) + blockIdx.x / SLICES, column = slice * SLICE;
+    Lane lane;
+    const Work work(in, WHOLE ? int(in.whole) : 0);
+    const int request = work.request, key_head = work.key_head, head = work.head, nodes = int(in.nodes);
+    int column = work.slice * SLICE;
     const int64 first_token = request * in.nodes;
 
     // What depends on no other load is asked for first, and nothing waits before all of it is.
@@ -747,12 +786,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
 
     const int count = max(0, min(given, nodes)), tiles = (count + 15) / 16;
     if (slot < 0 || count <= 0) {
-        write_zeros(in, 0, head, column);
+        for (int slice = work.slice; slice < work.end; ++slice) write_zeros(in, 0, head, slice * SLICE);
         copy_async_wait<0>();
         return;
     }
     const Pending pending(in.stash, row, lane);
-    const int64 offset = state_offset(in.state, slot, head, column);
+    int64 offset = state_offset(in.state, slot, head, column);
     fetch_state(at.state, in.state, offset);
     copy_async_commit();
     store_nodes(at, inputs, in, count, lane);
@@ -760,12 +799,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
     copy_async_wait<1>();
     if (count < nodes) {
         clear_rows(at, count, tiles);
-        write_zeros(in, count, head, column);
+        for (int slice = work.slice; slice < work.end; ++slice) write_zeros(in, count, head, slice * SLICE);
     }
     __syncthreads();
     sum_paths(at, tiles);
     row_norms(at, tiles, lane);
-    const PathSource from(pending, in.stash, in.heads, 0, key_head, head, column);
+    PathSource from(pending, in.stash, in.heads, 0, key_head, head, column);
     if (pending.length > 0) {
         at.path.fetch(pending, 0, from);
         copy_async_wait<1>();
@@ -781,65 +820,91 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(co
 
     int end = PANEL == TILES ? tiles : panel_end(0, tiles);
     build_panel(at, 0, end, lane);
-    float* u_out = nullptr;
-    if (row >= 0) {
-        const Stash& stash = in.stash;
-        const int64 buffer = int64(1 - pending.parity) * stash.rows + row;
-        u_out = stash.u + (int64(row) * in.heads.value_heads + head) * stash.nodes * VALUE_DIM + lane.row * VALUE_DIM +
-                column + lane.warp * 8 + 2 * lane.pair;
-        if (slice == 0)
-#pragma unroll 1
-            for (int node = threadIdx.x; node < count; node += THREADS)
-                stash.g[(buffer * in.heads.value_heads + head) * stash.nodes + node] =
-                    (double(at.g[node].x) + double(at.g[node].y)) * (1.0 / LOG2_E);
-        // Blocks of a key head have the same k: each stashes its part.
-        bf16* to = stash.k + (buffer * in.heads.key_heads + key_head) * stash.nodes * KEY_DIM;
-#pragma unroll 1
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < count * ROW_CHUNKS; i += gridDim.x * THREADS)
-            reinterpret_cast<uint4*>(to)[i] = *reinterpret_cast<const uint4*>(row_piece(at.k, i / ROW_CHUNKS, i % ROW_CHUNKS));
-    }
-    if constexpr (!OVERLAID) load_state(s, at.state, lane);
-    if (pending.length > 0) {
-        commit_path(s, at.path, pending, from, lane);
-        store_state(s, in.state, offset, lane);
-    } else {
-        __syncthreads();
-    }
-    invert_diagonal(at, 0, end, lane);
     const int own_column = lane.warp * 8 + 2 * lane.pair, rows_left = count - lane.row;
-    values += lane.row * in.v_token + own_column;
-    const auto value = [&](int i, int half) {
-        return OVERLAID ? *reinterpret_cast<const unsigned*>(values + (i * 16 + half * 8) * in.v_token)
-                        : load_value(at.v, i, half, lane);
-    };
-    if constexpr (AT_ONCE) {
-        float r[TILES][4], o[TILES][4];
-        const float scale = multiply_state_at_once(r, o, s, at, count, tiles, lane, value);
-        __syncthreads();
-        solve_at_once(r, o, scale, at, rows_left, tiles, u_out, lane);
-        const float factor = float(in.scale) * inverse_of_power(scale) * (1.0f / TILE_SCALE);
-        write_output(in, o, factor, at, count, head, column, lane);
-    } else {
-        StateOperand state;
-        Columns u[TILES];
-        if (!ValuePieces::EARLY) greatest_value = pieces.greatest(at, count, lane);
-        const float scale = scale_of(s, greatest_value);
-#pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) as_columns(s[step], state[step]);
-        const int out_stride = int(in.heads.value_heads) * VALUE_DIM;
-        bf16* out = in.out + (first_token + lane.row) * int64(out_stride) + int64(head) * VALUE_DIM + column + own_column;
 #pragma unroll 1
-        for (int panel = 0;;) {
-            solve_panel(u, state, scale, float(in.scale), at, panel, end, rows_left, u_out, out, out_stride, lane, value);
-            if (PANEL == TILES || end == tiles) break;
-            panel = end;
-            end = panel_end(panel, tiles);
-            __syncthreads();
-            build_panel(at, panel, end, lane);
-            __syncthreads();
-            invert_diagonal(at, panel, end, lane);
+    for (int slice = work.slice;;) {
+        if constexpr (AT_ONCE || WHOLE || OVERLAID) keep(lane);  // 3 to 10 % less time on an H200; else 1 % more
+        float* u_out = nullptr;
+        if (row >= 0) {
+            stash_nodes(at, in, work, pending, slice, count);
+            u_out = in.stash.u + (int64(row) * in.heads.value_heads + head) * in.stash.nodes * VALUE_DIM +
+                    lane.row * VALUE_DIM + column + own_column;
         }
+        if constexpr (!OVERLAID) load_state(s, at.state, lane);
+        if (pending.length > 0) {
+            commit_path(s, at.path, pending, from, slice > work.slice, lane);
+            store_state(s, in.state, offset, lane);
+        } else {
+            __syncthreads();
+        }
+        if (!WHOLE || slice == work.slice) {
+            invert_diagonal(at, 0, end, lane);
+        } else {
+            copy_async_wait<0>();
+            __syncthreads();
+        }
+        const bf16* own_values = values + lane.row * in.v_token + own_column;
+        const auto value = [&](int i, int half) {
+            return OVERLAID ? *reinterpret_cast<const unsigned*>(own_values + (i * 16 + half * 8) * in.v_token)
+                            : load_value(at.v, i, half, lane);
+        };
+        if constexpr (AT_ONCE) {
+            float r[TILES][4], o[TILES][4];
+            const float scale = multiply_state_at_once(r, o, s, at, count, tiles, lane, value);
+            __syncthreads();
+            solve_at_once(r, o, scale, at, rows_left, tiles, u_out, lane);
+            const float factor = float(in.scale) * inverse_of_power(scale) * (1.0f / TILE_SCALE);
+            write_output(in, o, factor, at, count, head, column, lane);
+        } else {
+            StateOperand state;
+            Columns u[TILES];
+            if (!ValuePieces::EARLY) greatest_value = pieces.greatest(at, count, lane);
+            const float scale = scale_of(s, greatest_value);
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) as_columns(s[step], state[step]);
+            if (WHOLE && slice + 1 < work.end) {  // what the next slice begins with
+                column += SLICE;
+                offset += SLICE * KEY_DIM;
+                from.u += SLICE;
+                __syncthreads();
+                fetch_state(at.state, in.state, offset);
+                copy_async_commit();
+                if (pending.length > 0) at.path.fetch(pending, 0, from);
+            }
+            const int out_stride = int(in.heads.value_heads) * VALUE_DIM;
+            bf16* out = in.out + (first_token + lane.row) * int64(out_stride) + int64(head) * VALUE_DIM + slice * SLICE + own_column;
+#pragma unroll 1
+            for (int panel = 0;;) {
+                solve_panel<!WHOLE>(u, state, scale, float(in.scale), at, panel, end, rows_left, u_out, out, out_stride, lane,
+                                    value);
+                if (PANEL == TILES || end == tiles) break;
+                panel = end;
+                end = panel_end(panel, tiles);
+                __syncthreads();
+                build_panel(at, panel, end, lane);
+                __syncthreads();
+                invert_diagonal(at, panel, end, lane);
+            }
+        }
+        if (!WHOLE || ++slice == work.end) break;
+        copy_async_wait<0>();
+        __syncthreads();
+        values += SLICE;
+        fetch_values(at.v, values, in.v_token, nodes);
+        copy_async_commit();
     }
+}
+
+// Grid [value heads of a key head, R, key heads * SLICES].
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify(const VerifyArguments in) {
+    DYNAMIC_SHARED(memory);
+    verify<false>(in, memory);
+}
+
+// Grid [value heads of a key head, R, in.whole + (key heads - in.whole) * SLICES]; where WHOLE_HEADS.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gdn_tree_verify_heads(const VerifyArguments in) {
+    DYNAMIC_SHARED(memory);
+    if constexpr (WHOLE_HEADS) verify<true>(in, memory);
 }
 
 // Grid [value heads * SLICES, R, layers]: the accepted path's nodes into the state of `destination`.
@@ -864,6 +929,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gdn_tree_flush(const Fl
     __syncthreads();
     StateColumns s;
     load_state(s, memory, lane);
-    commit_path(s, path, pending, from, lane);
+    commit_path(s, path, pending, from, false, lane);
     store_state(s, state, state_offset(state, destination, head, column), lane);
 }

@@ -3,9 +3,10 @@
 
 #ifndef GDN_TREE_ON_CPU
 
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+typedef unsigned SharedAddress;  // of a byte in shared memory
+__device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
@@ -48,10 +49,10 @@ __device__ __forceinline__ uint4 load_128(const void* from_global) {
 }
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrix_x4(unsigned (&m)[4], const void* row) {
+__device__ __forceinline__ void load_matrix_x4(unsigned (&m)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
 }
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -81,6 +82,8 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const unsigned (&a)[4], u
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// The compiler knows nothing of x from here on.
+__device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
 // 2^x, to two units in the last place.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

@@ -119,16 +119,19 @@ struct PathNodes {
 };
 
 // Adds the pending path's nodes to a warp's columns. All threads of the block call it; the first sixteen nodes have been
-// asked for, and their copies are the last that were.
+// asked for, and their copies are the last that were, or, with `more`, those before the last.
 __device__ __forceinline__ void commit_path(StateColumns& s, const PathNodes& nodes, const Pending& pending,
-                                            const PathSource& from, const Lane& at) {
+                                            const PathSource& from, bool more, const Lane& at) {
 #pragma unroll 1
     for (int start = 0; start < pending.length; start += 16) {
         if (start) {
             __syncthreads();
             nodes.fetch(pending, start, from);
         }
-        copy_async_wait<0>();
+        if (more && !start)
+            copy_async_wait<1>();
+        else
+            copy_async_wait<0>();
         __syncthreads();
         const double last = nodes.g[16];
         if (!start) {
