@@ -72,7 +72,7 @@ def attention_on_cpu(
     scratch = scratch or Scratch(variant, grid)
     arguments = cuda_kernel.attention_arguments(*tensors, *options, scratch.tensors)
     row_blocks = math.prod(grid) // variant.splits
-    readable = (Range * 3)(*(_range(tensor) for tensor in tensors[:3]))
+    readable = (Range * 4)(*(_range(tensor) for tensor in (*tensors[:3], tensors[-1])))
     build(variant, source).tree_attention_on_cpu(
         ctypes.byref(arguments),
         ctypes.c_size_t(variant.shared_bytes),

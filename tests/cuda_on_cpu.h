@@ -446,6 +446,7 @@ void copy_async(void* to, const void* from, bool valid) {
 }
 inline void copy_async_16(void* to, const void* from, bool valid) { copy_async<16>(to, from, valid); }
 inline void copy_async_8(void* to, const void* from, bool valid) { copy_async<8>(to, from, valid); }
+inline void copy_async_4(void* to, const void* from) { copy_async<4>(to, from, true); }
 inline void copy_async_commit() {
     on_cpu::Fiber& self = on_cpu::fibers[on_cpu::running];
     self.groups.push_back(std::move(self.open));

@@ -165,7 +165,7 @@ def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count()
 
 
 BROKEN = {  # what becomes of the source, and the prefix that shows it
-    "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
+    "bits behind the nodes count": ("return left < 64 ?", "return false ?", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
     "no decay": ("[i] *= decay[i / 2]", "[i] *= 1.0f", 230),
     "one part too few": ("const float own_share =", "const float own_share = part == 1 ? 0.0f :", 70),

@@ -21,7 +21,7 @@
 //
 // What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
 // later a tile's slots are read a turn (of a pipeline three) before its keys and values are asked for. Ancestor bits are
-// read once a block, while the first tiles are under way, and only where the block has tiles of the tree.
+// copied once a block, while slots are read, and only where the block has tiles of the tree.
 //
 // Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), 64 columns of a head after the other, and the 16-byte
 // pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets no
@@ -54,6 +54,10 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from_global)
                  : "memory");
+}
+// 4 bytes.
+__device__ __forceinline__ void copy_async_4(void* to_shared, const void* from_global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to_shared)), "l"(from_global) : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -256,7 +260,7 @@ constexpr int LANE_KEYS = 32 / PIECES;                              // that a wa
 #define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
 constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
 constexpr int ROWS = 64 * ROW_GROUPS;
-constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
+constexpr int WORDS = 11;  // of ancestor bits a row, 8 at most: two behind are read, too, and rows are at different banks
 constexpr int WARP_KEYS = TURN / COPYING_WARPS;
 constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
@@ -411,7 +415,6 @@ struct Block {
         int slots[3];
 #pragma unroll
         for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(first_tile * TILE + turn * TURN);
-        __syncthreads();  // barriers are there
         int unit = 0;
         for (int turn = 0; turn < turns; ++turn) {
             const int slot = slots[0];
@@ -441,35 +444,27 @@ struct Block {
     }
 #endif
 
-    // Bits of nodes that do not exist are 0.
-    __device__ __forceinline__ void read_ancestors() const {
-        constexpr int READERS = THREADS / ROWS, OWN = (MOST_WORDS + 2 + READERS - 1) / READERS;  // of a row, and their words
+    // The words that have nodes; what lies behind them in shared memory stays as it was.
+    __device__ __forceinline__ void copy_ancestors() const {
         const int row = threadIdx.x % ROWS, node = min(first_row + row, nodes * GROUP - 1) / GROUP;
         const unsigned* bits = reinterpret_cast<const unsigned*>(arguments.ancestors) +
                                request * arguments.ancestors_request + node * arguments.ancestors_node;
-        unsigned values[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {  // all under way together
-            const int word = threadIdx.x / ROWS + i * READERS, left = nodes - word * 32;
-            values[i] = left > 0 ? bits[word] : 0;
-            if (left < 32) values[i] &= (1u << max(left, 0)) - 1u;
-        }
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int word = threadIdx.x / ROWS + i * READERS;
-            if (word < MOST_WORDS + 2) shared.ancestors[row][word] = values[i];
-        }
+        for (int word = threadIdx.x / ROWS; word < (nodes + 31) / 32; word += THREADS / ROWS)
+            copy_async_4(&shared.ancestors[row][word], bits + word);
     }
     // Which of a tile's 64 keys a row sees; the first is `first_key`, and at least one is a node.
     __device__ __forceinline__ u64 visible(int row, int first_key) const {
         const unsigned* words = shared.ancestors[row];
-        const int node = first_key - length;
+        const int node = first_key - length, left = nodes - node;  // keys that are there, one at least
+        u64 seen;
         if (node < 0) {
             const int before = -node;  // keys of the prefix, 1 to 63
-            return (words[0] | u64(words[1]) << 32) << before | ((u64(1) << before) - 1);
+            seen = (words[0] | u64(words[1]) << 32) << before | ((u64(1) << before) - 1);
+        } else {
+            const u64 low = words[node / 32] | u64(words[node / 32 + 1]) << 32, next = words[node / 32 + 2];
+            seen = low >> node % 32 | (node % 32 ? next << (64 - node % 32) : 0);
         }
-        const u64 low = words[node / 32] | u64(words[node / 32 + 1]) << 32, next = words[node / 32 + 2];
-        return low >> node % 32 | (node % 32 ? next << (64 - node % 32) : 0);
+        return left < 64 ? seen & ((u64(1) << left) - 1) : seen;
     }
 };
 
@@ -876,23 +871,24 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / SPLITS * ROWS,
                    int(arguments.nodes), 0, 0, nullptr, nullptr};
-    const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
-    block.begin = bounds[0];
-    block.length = uniform(bounds[1] - block.begin);
-    const int tiles = (block.length + block.nodes + TILE - 1) / TILE, blocks = min(tiles, SPLITS);
-    if (blocks == 1 && rank > 0) return;
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
+    const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
+    const int begin = bounds[0], end = bounds[1];
+    if (warp < WARPS) block.copy_queries();
 #if WGMMA
-    if (threadIdx.x == 0)
+    if (threadIdx.x == THREADS)
         for (int stage = 0; stage < STAGES; ++stage) {
             start_barrier(&shared.full[stage], 32 * COPIERS);
             start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
         }
-#else
-    block.copy_queries();
+    __syncthreads();  // barriers are there
 #endif
+    block.begin = begin;
+    block.length = uniform(end - begin);
+    const int tiles = (block.length + block.nodes + TILE - 1) / TILE, blocks = min(tiles, SPLITS);
+    if (blocks == 1 && rank > 0) return;
     // Whole tiles a block, so that those of the prefix stay without a mask.
     const int first_tile = int(i64(tiles) * min(rank, blocks) / blocks);
     const int last_tile = int(i64(tiles) * min(rank + 1, blocks) / blocks);
@@ -903,11 +899,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
         return;
     }
     take_registers<224>();
-    block.copy_queries();
-    copy_async_commit();
-    if (last_tile * TILE > block.length) block.read_ancestors();
-    __syncthreads();  // barriers are there
 #endif
+    if (last_tile * TILE > block.length) block.copy_ancestors();
+    copy_async_commit();
 #if !WGMMA
     const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
     const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
@@ -921,7 +915,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
         copy_async_commit();
     }
     int next_slot = slots[STAGES];
-    if (last_tile * TILE > block.length) block.read_ancestors();
 #endif
 
     Rows rows;
