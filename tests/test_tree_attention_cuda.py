@@ -191,8 +191,8 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
         20,
     ),
     "a unit's slot of another key": (
-        "const unsigned slot = __shfl_sync(~0u, own_slot, key)",
-        "const unsigned slot = __shfl_sync(~0u, own_slot, key ^ 1)",
+        "slot = __shfl_sync(~0u, own_slot, row % 32)",
+        "slot = __shfl_sync(~0u, own_slot, row % 32 ^ 1)",
         20,
     ),
     "a unit filled in another order": ("(unit / STAGES - 1) & 1", "(unit / STAGES) & 1", 650),

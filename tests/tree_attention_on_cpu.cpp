@@ -85,13 +85,15 @@ static void multiply_by_group(float (&c)[N][4], const unsigned (&a)[4], uint64_t
     on_cpu::meet(multiply_group<N * 8, N == 16, false>, {a[0], a[1], a[2], a[3], unsigned(operand), unsigned(operand >> 32),
                                                   unsigned(sums), unsigned(sums >> 32), unsigned(add)});
 }
-static void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], uint64_t keys, bool add) {
+template <int N>
+static void multiply_keys_16(float (&c)[N][4], const unsigned (&a)[4], uint64_t keys, bool add) {
     multiply_by_group(c, a, keys, add);
 }
-static void multiply_keys_16(float (&c)[8][4], uint64_t queries, uint64_t keys, bool add) {
+template <int N>
+static void multiply_keys_16(float (&c)[N][4], uint64_t queries, uint64_t keys, bool add) {
     if (!shown[on_cpu::running]) on_cpu::fail("copies are not shown to wgmma");
     const uint64_t sums = reinterpret_cast<uint64_t>(c);
-    on_cpu::meet(multiply_group<64, false, true>,
+    on_cpu::meet(multiply_group<N * 8, false, true>,
                  {unsigned(queries), unsigned(queries >> 32), 0, 0, unsigned(keys), unsigned(keys >> 32), unsigned(sums),
                   unsigned(sums >> 32), unsigned(add)});
 }

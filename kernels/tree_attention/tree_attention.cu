@@ -3,7 +3,8 @@
 //
 // A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are (node,
 // head) pairs of one kv head. SPLITS blocks have the same rows and share the tiles, as many of them as there are tiles at
-// most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths.
+// most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths. All wait for
+// the slowest, so where one tile more for some is a sixteenth of that for each, shares are even to 16 keys, the rest.
 //
 // At the end each block leaves the sums, peaks and totals of its rows in scratch in global memory, waits until all that
 // share its rows have done so, and merges a part of the rows, in the order of the blocks: the bits do not depend on who
@@ -143,6 +144,23 @@ __device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsi
                    FOUR(c[8]), FOUR(c[9]), FOUR(c[10]), FOUR(c[11]), FOUR(c[12]), FOUR(c[13]), FOUR(c[14]), FOUR(c[15])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(values));
 }
+// c[64, 16] (+)= a[64, 16] b[16, 16]^T, both ways.
+__device__ __forceinline__ void multiply_keys_16(float (&c)[2][4], const unsigned (&a)[4], unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(keys), "r"(int(add)));
+}
+__device__ __forceinline__ void multiply_keys_16(float (&c)[2][4], unsigned long long queries, unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1, 0, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1])
+                 : "l"(queries), "l"(keys), "r"(int(add)));
+}
 // What registers hold is seen by products that start behind this.
 __device__ __forceinline__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -259,6 +277,7 @@ constexpr int DIM = HEAD_DIM, BLOCKS = DIM / 64, PIECES = DIM / 8;  // of 64 col
 constexpr int LANE_KEYS = 32 / PIECES;                              // that a warp copies at a time
 #define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
 constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
+constexpr int REST = 16;                                                         // keys of a share that is no whole tiles
 constexpr int ROWS = 64 * ROW_GROUPS;
 constexpr int WORDS = 11;  // of ancestor bits a row, 8 at most: two behind are read, too, and rows are at different banks
 constexpr int WARP_KEYS = TURN / COPYING_WARPS;
@@ -270,14 +289,15 @@ static_assert(STAGES >= 4, "a pipeline of two turns at least");
 static_assert(STAGES > 1, "a stage is filled while another is read");
 static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
+template <int KEYS>
 struct Tile {
-    uint4 block[BLOCKS][TILE][8];  // of 64 columns
+    uint4 block[BLOCKS][KEYS][8];  // of 64 columns
 };
 struct Turn {
-    Tile keys[KEY_GROUPS], values[KEY_GROUPS];
+    Tile<TILE> keys[KEY_GROUPS], values[KEY_GROUPS];
 };
 struct Unit {  // of a pipeline: keys or values of a turn, in turn
-    Tile tiles[KEY_GROUPS];
+    Tile<TILE> tiles[KEY_GROUPS];
 };
 struct Sums {  // of a key group, as lanes have them; over the ring, when it is done
     float numbers[4][DIM / 2 + 4][32];
@@ -291,10 +311,11 @@ struct Shared {
 #endif
         Sums sums;
     };
+    Tile<REST> rest_keys, rest_values;
     uint4 queries[BLOCKS][ROWS][8];
     unsigned ancestors[ROWS][WORDS];
 #if WGMMA
-    unsigned long long full[STAGES], empty[STAGES];
+    unsigned long long full[STAGES], empty[STAGES], rest_full[2];  // one of the two is used: 16 bytes of barriers
 #endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
@@ -329,11 +350,25 @@ __device__ __forceinline__ uint4* place(uint4 (&blocks)[BLOCKS][N][8], unsigned 
 __device__ __forceinline__ u64 operand_at(unsigned start, unsigned leading, unsigned stride) {
     return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (start >> 4 & 0x3fff);
 }
-#ifndef VALUES_LEADING
-#define VALUES_LEADING (TILE * 128)
-#define VALUES_STRIDE 1024
 #endif
-#endif
+
+// What a block has of the keys: REST of them, where `rest` says so, and behind these, from `first` on, whole tiles.
+struct Share {
+    int first, tiles;
+    bool rest;
+};
+// Whole tiles, or, where the greatest share would have REST keys more than its whole tiles, such tiles and REST keys at most.
+// The first blocks have the greater shares: the last one has the nodes, whose bits take time.
+__device__ __forceinline__ Share share_of(unsigned keys, unsigned rank) {
+    const unsigned rests = (keys + REST - 1) / REST, tiles = (keys + TILE - 1) / TILE;
+    if (tiles < SPLITS) return {int(rank * TILE), rank < tiles, false};
+    const bool even = (rests + SPLITS - 1) / SPLITS % (TILE / REST) == 1;
+    const unsigned pieces = even ? rests : tiles, size = even ? REST : TILE;
+    const unsigned least = pieces / SPLITS, greater = pieces % SPLITS;  // pieces of all, and shares that have one more
+    const unsigned first = (rank * least + (rank < greater ? rank : greater)) * size;
+    const unsigned own = (least + (rank < greater)) * size;
+    return {int(first + own % TILE), int(own / TILE), own % TILE > 0};
+}
 
 struct Block {
     const AttentionArguments& arguments;
@@ -369,21 +404,45 @@ struct Block {
                1.4426950408889634f;
     }
 
-    // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
-    __device__ __forceinline__ int read_slot(int first_key) const {
-        const int own = first_key + int(threadIdx.x) / 32 % COPYING_WARPS * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
-        const int key = min(own, length + nodes - 1);
+    __device__ __forceinline__ int slot_of(int any_key) const {
+        const int key = min(any_key, length + nodes - 1);
         const bool in_prefix = key < length;
         const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
         const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
         return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
     }
+    // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
+    __device__ __forceinline__ int read_slot(int first_key) const {
+        return slot_of(first_key + int(threadIdx.x) / 32 % COPYING_WARPS * WARP_KEYS + int(threadIdx.x) % WARP_KEYS);
+    }
+    // Rows `first` on of a tile, N of them, by a warp; lane i % 32 has the slot of row i.
+    template <int N, int KEYS>
+    __device__ __forceinline__ void copy_rows(Tile<KEYS>& tile, unsigned first, const char* from, unsigned stride,
+                                              int own_slot) const {
+        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES;
+#pragma unroll 8
+        for (int i = 0; i < N / LANE_KEYS; ++i) {
+            const unsigned row = first + i * LANE_KEYS + lane / PIECES, slot = __shfl_sync(~0u, own_slot, row % 32);
+            copy_async_16(place(tile.block, row, piece), from + u64(slot) * stride);
+        }
+    }
+    // The share's rest, by all that copy: half of them keys, half values.
+    __device__ __forceinline__ void copy_rest(int own_slot) const {
+        constexpr int OWN = 2 * REST / COPYING_WARPS;
+        const unsigned first = threadIdx.x / 32 % COPYING_WARPS * OWN;
+        const bool of_values = first >= REST;
+        copy_rows<OWN>(of_values ? shared.rest_values : shared.rest_keys, first % REST, of_values ? own_v : own_k,
+                       unsigned(of_values ? arguments.v_slot : arguments.k_slot), own_slot);
+    }
+    __device__ __forceinline__ int read_rest_slot(const Share& share) const {
+        return share.rest ? slot_of(share.first - REST + int(threadIdx.x) % REST) : 0;
+    }
 #if !WGMMA
     __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
         const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
         const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
-        Tile& keys = turn.keys[first / TILE];
-        Tile& values = turn.values[first / TILE];
+        Tile<TILE>& keys = turn.keys[first / TILE];
+        Tile<TILE>& values = turn.values[first / TILE];
         unsigned slots[WARP_KEYS / LANE_KEYS];
 #pragma unroll
         for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
@@ -398,37 +457,29 @@ struct Block {
         }
     }
 #else
-    __device__ __forceinline__ void copy_unit(Unit& unit, const char* from, unsigned stride, int own_slot) const {
-        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
-        Tile& tile = unit.tiles[first / TILE];
-#pragma unroll 8
-        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
-            const unsigned key = i * LANE_KEYS + lane / PIECES;
-            const unsigned slot = __shfl_sync(~0u, own_slot, key);
-            copy_async_16(place(tile.block, first % TILE + key, piece), from + u64(slot) * stride);
-        }
-    }
     // What COPIERS warps do: units go to their stages as these become empty, slots are read three turns before.
-    __device__ __forceinline__ void copy_all(int first_tile, int last_tile) const {
-        const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
-        const int own_group = KEY_GROUPS == 2 ? threadIdx.x / 32 % COPIERS / 2 : 0;
+    __device__ __forceinline__ void copy_all(const Share& share) const {
+        const int turns = (share.tiles + KEY_GROUPS - 1) / KEY_GROUPS, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
+        const int rest_slot = read_rest_slot(share);
         int slots[3];
 #pragma unroll
-        for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(first_tile * TILE + turn * TURN);
+        for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(share.first + turn * TURN);
+        if (share.rest) copy_rest(rest_slot);
+        arrive_when_copied(&shared.rest_full[0]);
         int unit = 0;
         for (int turn = 0; turn < turns; ++turn) {
             const int slot = slots[0];
             slots[0] = slots[1];
             slots[1] = slots[2];
-            slots[2] = read_slot(first_tile * TILE + (turn + 3) * TURN);
-            const bool copies = first_tile + turn * KEY_GROUPS + own_group < last_tile;
+            slots[2] = read_slot(share.first + (turn + 3) * TURN);
+            const bool copies = turn * KEY_GROUPS + first / TILE < share.tiles;
 #pragma unroll
             for (int of_values = 0; of_values < 2; ++of_values) {
                 const int stage = unit % STAGES;
                 if (unit >= STAGES) wait_at(&shared.empty[stage], (unit / STAGES - 1) & 1);
                 if (copies)
-                    copy_unit(shared.ring[stage], of_values ? own_v : own_k,
-                              unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
+                    copy_rows<WARP_KEYS>(shared.ring[stage].tiles[first / TILE], first % TILE, of_values ? own_v : own_k,
+                                         unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
                 arrive_when_copied(&shared.full[stage]);
                 ++unit;
             }
@@ -436,6 +487,10 @@ struct Block {
     }
     __device__ __forceinline__ void wait_for_unit(int unit) const {
         wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
+        show_copies();
+    }
+    __device__ __forceinline__ void wait_for_rest() const {
+        wait_at(&shared.rest_full[0], 0);
         show_copies();
     }
     __device__ __forceinline__ void free_unit(int unit) const {
@@ -497,7 +552,8 @@ struct Rows {
     }
 
     // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
-    __device__ __forceinline__ void multiply_keys(float (&logits)[TILE / 8][4], Tile& keys) {
+    template <int KEYS>
+    __device__ __forceinline__ void multiply_keys(float (&logits)[KEYS / 8][4], Tile<KEYS>& keys) {
 #if WGMMA
         const u64 operand = operand_at(shared_address(&keys), 16, 1024);
         hold(logits);
@@ -509,13 +565,13 @@ struct Rows {
 #else
             const unsigned(&own)[4] = queries[step];
 #endif
-            multiply_keys_16(logits, own, operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+            multiply_keys_16(logits, own, operand + (step / 4 * (KEYS * 128) + step % 4 * 32) / 16, step > 0);
         }
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) logits[n][i] = 0.0f;
 #pragma unroll
@@ -527,7 +583,7 @@ struct Rows {
             const unsigned(&own)[4] = queries[step];
 #endif
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n += 2) {
+            for (int n = 0; n < KEYS / 8; n += 2) {
                 unsigned b[4];
                 load_matrix_x4(b, place(keys.block, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
                 multiply_tiles(logits[n], own, b[0], b[1]);
@@ -538,30 +594,33 @@ struct Rows {
     }
 
     // Columns whose bit in `seen` (of each row) is 0 do not count.
-    __device__ __forceinline__ void mask(float (&logits)[TILE / 8][4], const u64 (&seen)[2]) {
+    template <int N>
+    __device__ __forceinline__ void mask(float (&logits)[N][4], const u64 (&seen)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int n = 0; n < TILE / 8; ++n) {
+            for (int n = 0; n < N; ++n) {
                 const unsigned bits = unsigned(seen[i] >> n / 4 * 32) >> threadIdx.x % 4 * 2 >> n % 4 * 8;
                 if (!(bits & 1)) logits[n][i * 2] = __uint_as_float(MINUS_INFINITY);
                 if (!(bits & 2)) logits[n][i * 2 + 1] = __uint_as_float(MINUS_INFINITY);
             }
     }
-    __device__ __forceinline__ void cap(float (&logits)[TILE / 8][4], float inner_scale) {
+    template <int N>
+    __device__ __forceinline__ void cap(float (&logits)[N][4], float inner_scale) {
 #if CAPPED
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) logits[n][i] = tanhf(logits[n][i] * inner_scale);
 #endif
     }
     // Logits become weights; where `grown` says so, `decay` is by what `sums` must be scaled to the new peak.
-    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], bool& grown, float scale) {
+    template <int N>
+    __device__ __forceinline__ void weigh(float (&logits)[N][4], float (&decay)[2], bool& grown, float scale) {
         const float minus_infinity = __uint_as_float(MINUS_INFINITY);
         float most[2] = {minus_infinity, minus_infinity};
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) most[i / 2] = fmaxf(most[i / 2], logits[n][i]);
 #pragma unroll
@@ -582,7 +641,7 @@ struct Rows {
             }
         }
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 logits[n][i] = exp2_approx(fmaf(logits[n][i], scale, -base[i / 2]));
@@ -590,9 +649,10 @@ struct Rows {
             }
     }
     // Weights to operands, and sums to the weights' peak.
-    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2], bool grown) {
+    template <int N>
+    __device__ __forceinline__ void take_weights(const float (&logits)[N][4], const float (&decay)[2], bool grown) {
 #pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
+        for (int step = 0; step < N / 2; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 weights[step][i] = pack(logits[step * 2 + i / 2][i % 2 * 2], logits[step * 2 + i / 2][i % 2 * 2 + 1]);
@@ -604,22 +664,23 @@ struct Rows {
     }
 
     // sums += weights values.
-    __device__ __forceinline__ void add_values(Tile& values) {
+    template <int KEYS>
+    __device__ __forceinline__ void add_values(Tile<KEYS>& values) {
 #if WGMMA
-        const u64 operand = operand_at(shared_address(&values), VALUES_LEADING, VALUES_STRIDE);
+        const u64 operand = operand_at(shared_address(&values), KEYS * 128, 1024);
         hold(weights);
         hold_sums();
         before_products();
 #pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
+        for (int step = 0; step < KEYS / 16; ++step)
 #pragma unroll
             for (int part = 0; part < DIM / 128; ++part)
-                multiply_values_16(sums[part], weights[step], operand + (part * 2 * TILE + step * 16) * 128 / 16);
+                multiply_values_16(sums[part], weights[step], operand + (part * 2 * KEYS + step * 16) * 128 / 16);
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
+        for (int step = 0; step < KEYS / 16; ++step)
 #pragma unroll
             for (int n = 0; n < DIM / 8; n += 2) {
                 unsigned b[4];
@@ -627,6 +688,30 @@ struct Rows {
                 multiply_tiles(sums[n / 16][n % 16], weights[step], b[0], b[1]);
                 multiply_tiles(sums[n / 16][n % 16 + 1], weights[step], b[2], b[3]);
             }
+#endif
+    }
+
+    // A tile by itself, or a share's rest.
+    template <int KEYS, class Seen>
+    __device__ __forceinline__ void attend(Tile<KEYS>& keys, Tile<KEYS>& values, const Seen& see, float scale,
+                                           float inner_scale) {
+        float logits[KEYS / 8][4], decay[2];
+        bool grown;
+        u64 seen[2];
+        multiply_keys<KEYS>(logits, keys);
+#if WGMMA
+        wait_for_products<0>();
+        hold(logits);
+#endif
+        cap(logits, inner_scale);
+        if (see(seen)) mask(logits, seen);
+        weigh(logits, decay, grown, scale);
+        take_weights(logits, decay, grown);
+        add_values(values);
+#if WGMMA
+        wait_for_products<0>();
+        hold(weights);
+        hold_sums();
 #endif
     }
 
@@ -642,14 +727,14 @@ struct Rows {
         if (turns <= 0) return;
         float logits[TILE / 8][4];
         block.wait_for_unit(0);
-        multiply_keys(logits, ring(0));
+        multiply_keys<TILE>(logits, ring(0));
         wait_for_products<0>();
         take_tile(block, 0, logits, seen_at, scale, inner_scale, false);
         for (int turn = 1; turn < turns; ++turn) {
             block.wait_for_unit(turn * 2);
             block.wait_for_unit(turn * 2 - 1);
             if (in_turn) wait_for_turn();
-            multiply_keys(logits, ring(turn * 2));
+            multiply_keys<TILE>(logits, ring(turn * 2));
             add_values(ring(turn * 2 - 1));
             if (in_turn) give_turn();
             wait_for_products<1>();
@@ -680,20 +765,6 @@ struct Rows {
             block.free_unit(turn * 2 - 1);
         }
         take_weights(logits, decay, grown);
-    }
-#else
-    // A tile.
-    template <class Seen>
-    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const Seen& see, float scale, float inner_scale) {
-        float logits[TILE / 8][4], decay[2];
-        bool grown;
-        u64 seen[2];
-        multiply_keys(logits, keys);
-        cap(logits, inner_scale);
-        if (see(seen)) mask(logits, seen);
-        weigh(logits, decay, grown, scale);
-        take_weights(logits, decay, grown);
-        add_values(values);
     }
 #endif
     __device__ __forceinline__ void hold_sums() {
@@ -878,37 +949,39 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     const int begin = bounds[0], end = bounds[1];
     if (warp < WARPS) block.copy_queries();
 #if WGMMA
-    if (threadIdx.x == THREADS)
+    if (threadIdx.x == THREADS) {
+        start_barrier(&shared.rest_full[0], 32 * COPIERS);
         for (int stage = 0; stage < STAGES; ++stage) {
             start_barrier(&shared.full[stage], 32 * COPIERS);
             start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
         }
+    }
     __syncthreads();  // barriers are there
 #endif
     block.begin = begin;
     block.length = uniform(end - begin);
-    const int tiles = (block.length + block.nodes + TILE - 1) / TILE, blocks = min(tiles, SPLITS);
+    const int keys = block.length + block.nodes, blocks = min((keys + TILE - 1) / TILE, SPLITS);
     if (blocks == 1 && rank > 0) return;
-    // Whole tiles a block, so that those of the prefix stay without a mask.
-    const int first_tile = int(i64(tiles) * min(rank, blocks) / blocks);
-    const int last_tile = int(i64(tiles) * min(rank + 1, blocks) / blocks);
+    const Share share = share_of(keys, rank);
 #if WGMMA
     if (warp >= WARPS) {
         give_registers<56>();
-        block.copy_all(first_tile, last_tile);
+        block.copy_all(share);
         return;
     }
     take_registers<224>();
 #endif
-    if (last_tile * TILE > block.length) block.copy_ancestors();
-    copy_async_commit();
+    if (share.first + share.tiles * TILE > block.length) block.copy_ancestors();
 #if !WGMMA
-    const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
-    const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
+    const int turns = (share.tiles + KEY_GROUPS - 1) / KEY_GROUPS;
+    const int copied = share.tiles - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
+    const int rest_slot = block.read_rest_slot(share);
     int slots[STAGES + 1];
 #pragma unroll
-    for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(first_tile * TILE + turn * TURN);
+    for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(share.first + turn * TURN);
+    if (share.rest) block.copy_rest(rest_slot);
+    copy_async_commit();
 #pragma unroll
     for (int turn = 0; turn < STAGES; ++turn) {
         if (turn * KEY_GROUPS < copied) block.copy_turn(shared.ring[turn], slots[turn]);
@@ -922,28 +995,40 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
     const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
 #if WGMMA
+    copy_async_commit();
     copy_async_wait<0>();
     show_copies();
-    readers_sync();
-    rows.load_queries(shared, own_row);
 #else
     int stage = 0, free_stage = 0;
+    copy_async_wait<STAGES>();
 #endif
-    // Whether a tile has nodes; then, which of its keys the thread's two rows see.
-    const auto seen_of = [&](int tile, u64(&seen)[2]) {
-        const bool masked = (tile + 1) * TILE > block.length;
+    readers_sync();
+    rows.load_queries(shared, own_row);
+    // Whether any of `keys` keys is a node; then, which of them the thread's two rows see.
+    const auto seen_of = [&](int first, int keys, u64(&seen)[2]) {
+        const bool masked = first + keys > block.length;
         if (masked) {
             const int row = own_row + threadIdx.x % 32 / 4;
-            seen[0] = block.visible(row, tile * TILE);
-            seen[1] = block.visible(row + 8, tile * TILE);
+            seen[0] = block.visible(row, first);
+            seen[1] = block.visible(row + 8, first);
         }
         return masked;
     };
+    if (share.rest && has_rows && (KEY_GROUPS == 1 || key_group == share.tiles % 2)) {  // the group that has fewer tiles
+#if WGMMA
+        block.wait_for_rest();
+#endif
+        rows.attend(shared.rest_keys, shared.rest_values,
+                    [&](u64(&seen)[2]) { return seen_of(share.first - REST, REST, seen); }, scale, inner_scale);
+    }
 #if WGMMA
     rows.attend_all(
-        block, has_rows ? (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS : 0,
-        [&](int unit) -> Tile& { return shared.ring[unit % STAGES].tiles[key_group]; },
-        [&](int turn, u64(&seen)[2]) { return seen_of(first_tile + turn * KEY_GROUPS + key_group, seen); }, scale, inner_scale);
+        block, has_rows ? (share.tiles - key_group + KEY_GROUPS - 1) / KEY_GROUPS : 0,
+        [&](int unit) -> Tile<TILE>& { return shared.ring[unit % STAGES].tiles[key_group]; },
+        [&](int turn, u64(&seen)[2]) {
+            return seen_of(share.first + (turn * KEY_GROUPS + key_group) * TILE, TILE, seen);
+        },
+        scale, inner_scale);
 #else
     for (int turn = 0; turn < turns; ++turn) {
         if (turn == 0)
@@ -955,16 +1040,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
             const int next = turn - 1 + STAGES;
             if (next * KEY_GROUPS < copied) block.copy_turn(shared.ring[free_stage], next_slot);
             copy_async_commit();
-            if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
+            if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(share.first + (next + 1) * TURN);
             free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
         }
-        if (turn == 0) rows.load_queries(shared, own_row);
-        const int tile = first_tile + turn * KEY_GROUPS + key_group;
-        if (has_rows && tile < last_tile) {
-            Tile& keys = shared.ring[stage].keys[key_group];
-            Tile& values = shared.ring[stage].values[key_group];
-            rows.attend(keys, values, [&](u64(&seen)[2]) { return seen_of(tile, seen); }, scale, inner_scale);
-        }
+        const int tile = turn * KEY_GROUPS + key_group;
+        if (has_rows && tile < share.tiles)
+            rows.attend(shared.ring[stage].keys[key_group], shared.ring[stage].values[key_group],
+                        [&](u64(&seen)[2]) { return seen_of(share.first + tile * TILE, TILE, seen); }, scale, inner_scale);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 #endif
