@@ -6,16 +6,16 @@
 // most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths. All wait for
 // the slowest, so where one tile more for some is a sixteenth of that for each, shares are even to 16 keys, the rest.
 //
-// At the end each block leaves the sums, peaks and totals of its rows in scratch in global memory, waits until all that
-// share its rows have done so, and merges a part of the rows, in the order of the blocks: the bits do not depend on who
-// comes last. Who waits must not keep from running whom it waits for: cuda_kernel.py launches no more blocks than the device
-// runs together, cooperatively. Through shared memory of a cluster the same took longer, since clusters of most sizes leave
-// a quarter of the chip idle, and what a block reads of another's shared memory comes at some 12 bytes a clock.
+// At the end each block leaves the sums, peaks and totals of its rows, its part, in scratch in global memory, and merges a
+// part of the rows, in the order of the blocks: the bits do not depend on who comes last. Who waits must not keep from running
+// whom it waits for: cuda_kernel.py launches no more blocks than the device runs together, cooperatively. Through shared
+// memory of a cluster the same took longer, since clusters of most sizes leave a quarter of the chip idle, and what a block
+// reads of another's shared memory comes at some 12 bytes a clock.
 //
-// Why a block sees all parts: its threads write theirs and meet at a barrier of the block, behind which one thread arrives
-// at the counter, an atomic release and acquire at GPU scope; the last to arrive ends the wait by a release of the
-// generation, which the waiting threads acquire, and another barrier of the block passes that on. Launches share a counter,
-// which is 0 again at the end of each, and must not run at the same time.
+// There is no barrier: between launches all words of scratch are ABSENT, which no number is, and a warp looks at the words that
+// it merges until they are something else, each for itself, and makes them ABSENT again. So a word must be left if and only
+// if it is merged: of rows that exist, by blocks that have keys. First a warp looks for its rows' notes, which are written
+// last, so that those who wait ask for little. Launches share scratch and must not run at the same time.
 //
 // Of bfloat16, parts are float16, scaled by a power of two to the greatest of their row: an eighth of the error of the
 // result's rounding, for all columns down to 2^-28 of the greatest. Of float16 they are float32.
@@ -232,19 +232,28 @@ __device__ __forceinline__ void take_registers() {
 }
 #endif
 #if SPLITS > 1
-// One thread of each of `blocks` blocks waits here for the others. counter: arrivals, 0 before and after, and a generation.
-__device__ __forceinline__ void meet(unsigned* counter, unsigned blocks) {
-    unsigned generation, before, now;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(generation) : "l"(counter + 1) : "memory");
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    if (before == blocks - 1) {
-        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-        asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter + 1), "r"(generation + 1) : "memory");
-        return;
-    }
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter + 1) : "memory");
-    } while (now == generation);
+// Words that other blocks read while this one runs.
+__device__ __forceinline__ void store_words(uint4* to, uint4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_words(uint2* to, uint2 x) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ __forceinline__ void load_words(uint4& x, const uint4* from) {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void load_words(uint2& x, const uint2* from) {
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void look_again() {}
+// x, of which the compiler knows nothing.
+__device__ __forceinline__ float unknown(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
 }
 #endif
 #endif
@@ -267,8 +276,7 @@ struct AttentionArguments {
     double scale;  // of logits, to base 2; where they are capped: of tanh(inner_scale * logits)
     double inner_scale;
     double v_scale;
-    i64 parts;     // Part [blocks], with SPLITS > 1
-    i64 counters;  // unsigned [blocks / SPLITS, 2]: see meet
+    i64 parts;  // Part [blocks], all words ABSENT, with SPLITS > 1
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
@@ -320,17 +328,16 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 #if HALF
-typedef float4 Four;
+typedef uint4 Four;  // float32
 #else
-typedef uint2 Four;
+typedef uint2 Four;  // float16
 #endif
-// What a block has of its rows: the greatest logit, the weights' sum, and what the numbers of `rows` are to be multiplied by.
-struct Note {
-    float peak, total, unit, unused;
-};
+// What a block has of its rows.
 struct Part {
-    Four rows[ROWS][DIM / 4];  // columns 16 m + 2 t, the next, and those 8 on, at 4 m + t: a lane's
-    Note notes[ROWS];
+    // Of float16, the columns in turn. Of bfloat16, columns 32 m + 16 i + 2 t, the next, and those 8 on, are at 8 m + 2 t + i: a
+    // lane stores 16 bytes at a time.
+    Four rows[ROWS][DIM / 4];
+    uint4 notes[ROWS];  // floats: the greatest logit, the weights' sum, and what the numbers of `rows` are to be multiplied by
 };
 static_assert(sizeof(Part) == PART_BYTES, "cuda_kernel.py gives a block the source's Part");
 
@@ -810,13 +817,15 @@ struct Rows {
         const float half = total[i] + __shfl_xor_sync(~0u, total[i], 1);
         return half + __shfl_xor_sync(~0u, half, 2);
     }
+#if SPLITS > 1
     // To scratch, for the merge.
-    __device__ __forceinline__ void leave(Part& part, int first) const {
+    __device__ __forceinline__ void leave(const Block& block, Part& part, int first) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = first + lane / 4 + i * 8;
-            Note note = {peak[i], whole(i), 1.0f, 0.0f};
+            const float own = whole(i);
+            float unit = unknown(1.0f);  // products: ptxas would place sums for the stores, and move them for wgmma
 #if !HALF
             float most = 0.0f;
 #pragma unroll
@@ -828,21 +837,34 @@ struct Rows {
             constexpr unsigned HALFS_EXPONENT = 14;
             const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);
             const float scale = __uint_as_float((127 + HALFS_EXPONENT + 127 - exponent) << 23);
-            note.unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
+            unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
 #endif
-#pragma unroll
-            for (int n = 0; n < DIM / 8; n += 2) {
-                const float(&low)[4] = sums[n / 16][n % 16], (&high)[4] = sums[n / 16][n % 16 + 1];
+            if (!block.row_exists(row)) continue;
 #if HALF
-                part.rows[row][n * 2 + lane % 4] = {low[i * 2], low[i * 2 + 1], high[i * 2], high[i * 2 + 1]};
-#else
-                part.rows[row][n * 2 + lane % 4] = {pack_half(low[i * 2] * scale, low[i * 2 + 1] * scale),
-                                                    pack_half(high[i * 2] * scale, high[i * 2 + 1] * scale)};
-#endif
+            uint2* to = reinterpret_cast<uint2*>(part.rows[row]) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n) {
+                const float(&own)[4] = sums[n / 16][n % 16];
+                store_words(&to[n * 4], uint2{__float_as_uint(own[i * 2] * unit), __float_as_uint(own[i * 2 + 1] * unit)});
             }
-            if (lane % 4 == 0) part.notes[row] = note;
+#else
+            uint4* to = reinterpret_cast<uint4*>(part.rows[row]) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; n += 4) {
+                unsigned pairs[4];
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const float(&own)[4] = sums[n / 16][n % 16 + m];
+                    pairs[m] = pack_half(own[i * 2] * scale, own[i * 2 + 1] * scale);
+                }
+                store_words(&to[n], uint4{pairs[0], pairs[1], pairs[2], pairs[3]});
+            }
+#endif
+            if (lane % 4 == 0)
+                store_words(&part.notes[row], uint4{__float_as_uint(peak[i]), __float_as_uint(own), __float_as_uint(unit), 0});
         }
     }
+#endif
     // To out, where no other block has keys.
     __device__ __forceinline__ void finish(const Block& block, int first) const {
         const int lane = threadIdx.x % 32;
@@ -864,70 +886,128 @@ struct Rows {
 
 #if SPLITS > 1
 static_assert(SPLITS <= 32, "a lane has one part");
-__device__ __forceinline__ float4 numbers_of(const Four& four) {
-#if HALF
-    return four;
-#else
+constexpr unsigned ABSENT = 0xffffffffu;  // no number, nor two: the device makes but one NaN, 0x7fff or 0x7fffffff
+__device__ __forceinline__ float4 numbers_of(uint2 four) {
     const float2 low = unpack_half(four.x), high = unpack_half(four.y);
     return {low.x, low.y, high.x, high.y};
-#endif
+}
+__device__ __forceinline__ float4 numbers_of(uint4 four) {
+    return {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
+}
+__device__ __forceinline__ void clear(uint2& x) { x = {ABSENT, ABSENT}; }
+__device__ __forceinline__ void clear(uint4& x) { x = {ABSENT, ABSENT, ABSENT, ABSENT}; }
+// Whether no word is ABSENT, the greatest there is.
+__device__ __forceinline__ unsigned greatest(uint2 x) { return max(x.x, x.y); }
+__device__ __forceinline__ unsigned greatest(uint4 x) { return max(max(x.x, x.y), max(x.z, x.w)); }
+__device__ __forceinline__ bool all_there(unsigned greatest) { return !__ballot_sync(~0u, greatest == ABSENT); }
+
+constexpr int MOST_FOURS = HALF ? 16 : WGMMA ? 32 : 8;  // of a lane, under way at a time
+// By what a lane's part of each row is to be multiplied, and the rows' sums.
+template <int LANES, int N>
+__device__ __forceinline__ void weigh_parts(const Block& block, const uint4 (&notes)[N], const int (&rows)[N],
+                                            float (&shares)[N], float (&factors)[N]) {
+    const float minus_infinity = __uint_as_float(MINUS_INFINITY);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float sink = block.sink(rows[i]), own_peak = __uint_as_float(notes[i].x);
+        float peak = fmaxf(own_peak, sink);
+#pragma unroll
+        for (int apart = LANES / 2; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
+        if (peak == minus_infinity) peak = 0.0f;
+        const float weight = exp2_approx(own_peak - peak);
+        float total = __uint_as_float(notes[i].y) * weight;
+#pragma unroll
+        for (int apart = LANES / 2; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
+        total += exp2_approx(sink - peak);
+        shares[i] = weight * __uint_as_float(notes[i].z);
+        factors[i] = total > 0.0f ? float(block.arguments.v_scale) / total : 0.0f;
+    }
 }
 // Adds up the parts of rows `first`, first + step and so on, AT_ONCE of them, by a warp: lane p has part p's note of a row, and
-// each lane four columns of each 128.
+// each lane four columns of each 128. In place of a row that does not exist it takes the first again.
 template <int AT_ONCE>
-__device__ __forceinline__ void merge_rows(const Block& block, const Part* parts, int blocks, int first, int step) {
-    const int lane = threadIdx.x % 32;
-    const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(block.arguments.v_scale);
-    Note notes[AT_ONCE];
+__device__ __forceinline__ void merge_rows(const Block& block, Part* parts, int blocks, int first, int step) {
+    constexpr int LANES = SPLITS > 16 ? 32 : SPLITS > 8 ? 16 : SPLITS > 4 ? 8 : 4;  // with a note each; those behind have the same
+    constexpr int PARTS = SPLITS < MOST_FOURS ? SPLITS : MOST_FOURS;                // at a time
+    const int lane = threadIdx.x % 32, own_part = lane % LANES;
+    int rows[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-        notes[i] = {minus_infinity, 0.0f, 0.0f, 0.0f};
-        if (lane < blocks) notes[i] = parts[lane].notes[min(first + i * step, ROWS - 1)];
+        const int row = first + i * step;
+        rows[i] = row < ROWS && block.row_exists(row) ? row : first;
     }
-#pragma unroll
-    for (int column = 0; column < DIM / 128; ++column) {
-        Four fours[AT_ONCE][SPLITS] = {};
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-#pragma unroll
-            for (int part = 0; part < SPLITS; ++part)
-                if (part < blocks)
-                    fours[i][part] = parts[part].rows[min(first + i * step, ROWS - 1)][column * 32 + lane];
+    uint4 notes[AT_ONCE], absent_note;
+    for (bool looked = false;; looked = true) {
+        if (looked) look_again();
+        unsigned most = 0;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int row = first + i * step;
-            const float sink = block.sink(row);
-            float peak = fmaxf(notes[i].peak, sink);
+            notes[i] = {MINUS_INFINITY, 0, 0, 0};
+            if (own_part < blocks) load_words(notes[i], &parts[own_part].notes[rows[i]]);
+        }
 #pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-            if (peak == minus_infinity) peak = 0.0f;
-            const float weight = exp2_approx(notes[i].peak - peak), share = weight * notes[i].unit;
-            float total = notes[i].total * weight;
+        for (int i = 0; i < AT_ONCE; ++i) most = max(most, greatest(notes[i]));
+        if (all_there(most)) break;
+    }
+    float shares[AT_ONCE], factors[AT_ONCE];
+#pragma unroll 1
+    for (int column = 0; column < DIM / 128; ++column) {
+        float4 mixed[AT_ONCE] = {};
+#pragma unroll 1
+        for (int first_part = 0; first_part < SPLITS; first_part += PARTS) {
+            const auto four_of = [&](int i, int part) {
+                return &parts[first_part + part].rows[rows[i]][column * 32 + lane];
+            };
+            Four fours[AT_ONCE][PARTS] = {}, absent;
+            for (bool looked = false;; looked = true) {
+                if (looked) look_again();
+                unsigned most = 0;
 #pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
-            total += exp2_approx(sink - peak);
-            const float factor = total > 0.0f ? v_scale / total : 0.0f;
-            float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+                for (int part = 0; part < PARTS; ++part)
+                    if (first_part + part < blocks)
 #pragma unroll
-            for (int part = 0; part < SPLITS; ++part) {
-                const float own_share = __shfl_sync(~0u, share, part);
-                const float4 own = numbers_of(fours[i][part]);
-                mixed.x = fmaf(own_share, own.x, mixed.x);
-                mixed.y = fmaf(own_share, own.y, mixed.y);
-                mixed.z = fmaf(own_share, own.z, mixed.z);
-                mixed.w = fmaf(own_share, own.w, mixed.w);
+                        for (int i = 0; i < AT_ONCE; ++i) load_words(fours[i][part], four_of(i, part));
+                if (column == 0 && first_part == 0) weigh_parts<LANES>(block, notes, rows, shares, factors);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) most = max(most, greatest(fours[i][part]));
+                if (all_there(most)) break;
             }
-            if (row >= ROWS || !block.row_exists(row)) continue;
-            unsigned* out = reinterpret_cast<unsigned*>(block.out_row(row)) + column * 64 + lane / 4 * 8 + lane % 4;
-            out[0] = pack(mixed.x * factor, mixed.y * factor);
-            out[4] = pack(mixed.z * factor, mixed.w * factor);
+            clear(absent);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const float own_share = __shfl_sync(~0u, shares[i], first_part + part);
+                    const float4 own = numbers_of(fours[i][part]);
+                    mixed[i].x = fmaf(own_share, own.x, mixed[i].x);
+                    mixed[i].y = fmaf(own_share, own.y, mixed[i].y);
+                    mixed[i].z = fmaf(own_share, own.z, mixed[i].z);
+                    mixed[i].w = fmaf(own_share, own.w, mixed[i].w);
+                }
+                if (first_part + part < blocks)
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i) store_words(four_of(i, part), absent);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            unsigned* out = reinterpret_cast<unsigned*>(block.out_row(rows[i])) + column * 64;
+            const int pair = HALF ? lane * 2 : lane / 8 * 16 + lane % 2 * 8 + lane / 2 % 4;
+            out[pair] = pack(mixed[i].x * factors[i], mixed[i].y * factors[i]);
+            out[pair + (HALF ? 1 : 4)] = pack(mixed[i].z * factors[i], mixed[i].w * factors[i]);
         }
     }
+    clear(absent_note);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+        if (lane < blocks) store_words(&parts[lane].notes[rows[i]], absent_note);
 }
 // The block's rows, of which block `rank` has every SPLITS-th, and a warp every WARPS-th of these.
-__device__ __forceinline__ void merge(const Block& block, const Part* parts, int blocks, int rank, int warp) {
+__device__ __forceinline__ void merge(const Block& block, Part* parts, int blocks, int rank, int warp) {
     constexpr int STEP = SPLITS * WARPS, OWN = (ROWS + STEP - 1) / STEP;                  // a warp's rows
-    constexpr int MOST = HALF ? 16 : WGMMA ? 32 : 8, ROOM = SPLITS < MOST ? MOST / SPLITS : 1;  // for reads under way
+    constexpr int ROOM = SPLITS < MOST_FOURS ? MOST_FOURS / SPLITS : 1;
     constexpr int AT_ONCE = OWN < ROOM ? OWN : ROOM;
     for (int row = rank + SPLITS * warp; row < ROWS && block.row_exists(row); row += STEP * AT_ONCE)
         merge_rows<AT_ONCE>(block, parts, blocks, row, STEP);
@@ -1062,10 +1142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     if (blocks > 1) {
         const unsigned of_rows = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / SPLITS) + blockIdx.x / SPLITS;
         Part* parts = reinterpret_cast<Part*>(arguments.parts) + of_rows * SPLITS;
-        if (leaves && rank < blocks) rows.leave(parts[rank], own_row);
-        readers_sync();
-        if (threadIdx.x == 0) meet(reinterpret_cast<unsigned*>(arguments.counters) + 2 * of_rows, SPLITS);
-        readers_sync();
+        if (leaves && rank < blocks) rows.leave(block, parts[rank], own_row);
         merge(block, parts, blocks, rank, warp);
         return;
     }
