@@ -193,6 +193,12 @@ static bool seen_late(const void* to) {
     return (static_cast<const char*>(to) - reinterpret_cast<const char*>(given->parts)) % sizeof(Part) < sizeof(Part::rows);
 }
 
+// first, tiles and rest of share_of.
+extern "C" void share_on_cpu(int keys, int rank, int* out) {
+    const Share share = share_of(keys, rank);
+    out[0] = share.first, out[1] = share.tiles, out[2] = share.rest;
+}
+
 // order: of those that share their rows, by number, as they run one after another; each are SPLITS blocks together. warps: in
 // which order theirs run (run_cluster).
 extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_t shared_bytes, const int* grid,
