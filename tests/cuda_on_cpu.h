@@ -78,7 +78,7 @@ static unsigned inputs[MOST_WARPS][32][12], outputs[MOST_WARPS][32][4];  // [war
 static jmp_buf scheduler;
 static int running;
 static long arrivals;  // at barriers that threads spin for
-static long meetings;  // arrivals where blocks wait for each other
+static long meetings;  // what blocks did for which others wait
 static int block_threads, first_block;
 static unsigned dice;
 inline unsigned roll(unsigned sides) { return ((dice = dice * 1664525u + 1013904223u) >> 16) % sides; }
@@ -379,17 +379,9 @@ T load_of_block(const T* pointer, int block) {
     const size_t offset = reinterpret_cast<const unsigned char*>(pointer) - on_cpu::shared_base();
     return *reinterpret_cast<const T*>(on_cpu::shared_base(block) + offset);
 }
-// Of one thread of each of `blocks` blocks; counter: arrivals, and a generation.
-inline void meet(unsigned* counter, unsigned blocks) {
-    ++on_cpu::meetings;
-    const unsigned generation = counter[1];
-    if (++counter[0] == blocks) {
-        counter[0] = 0;
-        ++counter[1];
-        return;
-    }
-    while (counter[1] == generation) on_cpu::give_way(on_cpu::AT_MEETING);
-}
+// A thread looks for what threads of other blocks do, which announce it, until it is done.
+inline void announce() { ++on_cpu::meetings; }
+inline void look_again() { on_cpu::give_way(on_cpu::AT_MEETING); }
 inline void __syncwarp() { on_cpu::meet(nullptr, {}); }
 inline float __uint_as_float(unsigned x) { return on_cpu::as_float(x); }
 inline unsigned __float_as_uint(float x) { return on_cpu::as_bits(x); }
@@ -402,6 +394,7 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
+inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline int atomicAdd(int* sum, int x) {  // no fiber gives way inside
@@ -446,6 +439,7 @@ void copy_async(void* to, const void* from, bool valid) {
 }
 inline void copy_async_16(void* to, const void* from, bool valid) { copy_async<16>(to, from, valid); }
 inline void copy_async_8(void* to, const void* from, bool valid) { copy_async<8>(to, from, valid); }
+inline void copy_async_4(void* to, const void* from) { copy_async<4>(to, from, true); }
 inline void copy_async_commit() {
     on_cpu::Fiber& self = on_cpu::fibers[on_cpu::running];
     self.groups.push_back(std::move(self.open));

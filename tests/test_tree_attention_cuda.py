@@ -1,5 +1,6 @@
 """tree_attention.cu against float64: on the CPU through tests/cuda_on_cpu.h, and on the GPU where there is one."""
 
+import ctypes
 import dataclasses
 import math
 import random
@@ -7,7 +8,7 @@ import random
 import pytest
 import torch
 from attention_cases import NAN, Case, make_inputs
-from attention_on_cpu import Scratch, attention_on_cpu
+from attention_on_cpu import Scratch, attention_on_cpu, build
 from compiled import GXX, NVCC, assert_no_spills, compile_for_gpu, ends_well, need_nvrtc
 from sgl_specflow.kernels import nvrtc
 from sgl_specflow.kernels.tree_attention import cuda_kernel, tree_attention
@@ -44,6 +45,12 @@ GRID = [
     ((610,), 16, (4, 1), 7, {"shape": "chain"}),
     ((1900, 200), 7, (2, 1), 32, {"dtype": HALF}),
     ((40,), 3, (2, 1), 5, {"sinks": True}),  # one tile, which one block finishes
+]
+GRID += [  # shares with a rest of 16 keys and without, by one block and by eight
+    ((prefix,), 16, (4, 1), 1, {}) for prefix in (1, 15, 16, 17, 47, 48, 49, 64)
+] + [((prefix,), 33, (2, 1), 8, {}) for prefix in (479, 511, 992, 4095, 4096, 4097)] + [
+    ((1000, 4096, 0, 17), 16, (8, 1), 4, {}),
+    ((2032, 1024), 7, (2, 1), 16, {"dtype": HALF, "sinks": True}),
 ]
 WIDE = {"head_dim": 256}
 WIDE_GRID = [
@@ -133,6 +140,24 @@ def test_the_cuda_source_attends(entry, form):
 
 
 @on_cpu
+@pytest.mark.parametrize("splits", [1, 3, 8, 16])
+def test_shares_are_all_keys_and_even(splits):
+    """No block has more whole tiles than it must, nor a rest where it need not."""
+    library, share = build(variant_of(((0,), 1, (1, 1), splits, {}))), (ctypes.c_int * 3)()
+    for keys in range(1, 4400):
+        most, end, rests = 0, 0, 0
+        for rank in range(splits):
+            library.share_on_cpu(keys, rank, share)
+            first, tiles, rest = share
+            most, rests = max(most, tiles), rests + rest
+            if tiles or rest:
+                assert first - 16 * rest == end
+                end = first + 64 * tiles
+        assert keys <= end < keys + (16 if rests else 64)
+        assert most == math.ceil(math.ceil(keys / 64) / splits) - (rests > 0)
+
+
+@on_cpu
 @pytest.mark.parametrize("growth", [0.0, 3.0, 40.0])
 def test_weights_of_a_stale_peak_are_exact(growth):
     """Logits that grow along the keys: never by more than the slack, at times, at every tile."""
@@ -165,18 +190,18 @@ def test_rows_that_see_nothing_are_zero_and_bits_behind_the_nodes_do_not_count()
 
 
 BROKEN = {  # what becomes of the source, and the prefix that shows it
-    "bits behind the nodes count": ("if (left < 32) values[i] &=", "if (false) values[i] &=", 20),
+    "bits behind the nodes count": ("return left < 64 ?", "return false ?", 20),
     "a bit early": ("<< before |", "<< (before - 1) |", 20),
     "no decay": ("[i] *= decay[i / 2]", "[i] *= 1.0f", 230),
     "one part too few": ("const float own_share =", "const float own_share = part == 1 ? 0.0f :", 70),
     "a key group too few": ("if (key_group == 0) rows.add(numbers);", "", 230),
-    "a part at another scale": ("share = weight * notes[i].unit", "share = weight", 70),
-    "a wait for fewer blocks": ("2 * of_rows, SPLITS);", "2 * of_rows, SPLITS - 1);", 70),
-    "parts that others have not seen": (
-        "        readers_sync();\n        if (threadIdx.x == 0) meet",
-        "        if (threadIdx.x == 0) meet",
-        70,
-    ),
+    "a part at another scale": ("shares[i] = weight * __uint_as_float(notes[i].z)", "shares[i] = weight", 70),
+    "a rest of other keys": ("slot_of(share.first - REST +", "slot_of(share.first +", 30),
+    "a rest that is left out": ("if (share.rest && has_rows", "if (false && has_rows", 30),
+    "numbers that are not waited for": ("part) most = max(most, greatest(fours[i][part]));", "part) {}", 70),
+    "parts that stay": ("store_words(four_of(i, part), absent);", ";", 70),
+    "notes that stay": ("if (lane < blocks) store_words(", "if (lane < 0) store_words(", 70),
+    "parts of rows that are not there": ("if (!block.row_exists(row)) continue;\n#if HALF", "#if HALF", 70),
     "all blocks merge the same rows": ("row = rank + SPLITS * warp", "row = SPLITS * warp", 70),
     "unswizzled keys": ("(piece ^ row) & 7]", "piece & 7]", 20),
     "a turn too early": (
@@ -191,8 +216,8 @@ BROKEN = {  # what becomes of the source, and the prefix that shows it
         20,
     ),
     "a unit's slot of another key": (
-        "const unsigned slot = __shfl_sync(~0u, own_slot, key)",
-        "const unsigned slot = __shfl_sync(~0u, own_slot, key ^ 1)",
+        "slot = __shfl_sync(~0u, own_slot, row % 32)",
+        "slot = __shfl_sync(~0u, own_slot, row % 32 ^ 1)",
         20,
     ),
     "a unit filled in another order": ("(unit / STAGES - 1) & 1", "(unit / STAGES) & 1", 650),
@@ -237,14 +262,12 @@ def shuffled(groups: int) -> list[int]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
 def test_launches_follow_one_another_on_one_scratch(dtype, form):
-    """The same bits in any order, and by a second launch on the scratch of the first; a short request leaves parts alone."""
+    """The same bits in any order, and by a second launch on the scratch of the first."""
     entry = ((0, 500, 57, 200), 7, (4, 2), 4, {"dtype": dtype, "sinks": True})
     inputs, variant = inputs_of(entry), variant_of(entry, **FORMS[form])
     scratch = Scratch(variant, grid_of(variant, 4, 7, 2))
     expected = attention_on_cpu(inputs, variant, scratch=scratch).clone()
     assert_attention(expected, inputs)
-    of_requests = (scratch.tensors[0].view(4, -1) != 255).any(1)
-    assert of_requests.tolist() == [False, True, False, True]
     for order, used in ((lambda groups: range(groups)[::-1], scratch), (shuffled, None)):
         inputs["out"].fill_(NAN)
         out = attention_on_cpu(inputs, variant, True, "", order, used)

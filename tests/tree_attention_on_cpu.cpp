@@ -85,13 +85,15 @@ static void multiply_by_group(float (&c)[N][4], const unsigned (&a)[4], uint64_t
     on_cpu::meet(multiply_group<N * 8, N == 16, false>, {a[0], a[1], a[2], a[3], unsigned(operand), unsigned(operand >> 32),
                                                   unsigned(sums), unsigned(sums >> 32), unsigned(add)});
 }
-static void multiply_keys_16(float (&c)[8][4], const unsigned (&a)[4], uint64_t keys, bool add) {
+template <int N>
+static void multiply_keys_16(float (&c)[N][4], const unsigned (&a)[4], uint64_t keys, bool add) {
     multiply_by_group(c, a, keys, add);
 }
-static void multiply_keys_16(float (&c)[8][4], uint64_t queries, uint64_t keys, bool add) {
+template <int N>
+static void multiply_keys_16(float (&c)[N][4], uint64_t queries, uint64_t keys, bool add) {
     if (!shown[on_cpu::running]) on_cpu::fail("copies are not shown to wgmma");
     const uint64_t sums = reinterpret_cast<uint64_t>(c);
-    on_cpu::meet(multiply_group<64, false, true>,
+    on_cpu::meet(multiply_group<N * 8, false, true>,
                  {unsigned(queries), unsigned(queries >> 32), 0, 0, unsigned(keys), unsigned(keys >> 32), unsigned(sums),
                   unsigned(sums >> 32), unsigned(add)});
 }
@@ -156,32 +158,45 @@ static void wait_for_turn() {
 #endif
 }
 static void give_turn() { arrive_at(turn_of(1 - threadIdx.x / 128)); }
-static void expect_part();
-static void meet_with_part(unsigned* counter, unsigned blocks) {
-    expect_part();
-    meet(counter, blocks);
+// Numbers of parts are seen late, after threads have looked again some times, though notes are stored behind them.
+static std::vector<std::function<void()>> late;
+static bool seen_late(const void* to);
+template <class Words>
+static void store_words(Words* to, Words words) {
+    announce();
+    if (seen_late(to))
+        late.push_back([=] { *to = words; });
+    else
+        *to = words;
 }
-#define meet meet_with_part
+static void see_all() {
+    for (const auto& store : late) store();
+    late.clear();
+}
+static void see_and_look_again() {
+    if (!late.empty()) announce();
+    if (on_cpu::roll(200) == 0) see_all();
+    look_again();
+}
+#define look_again see_and_look_again
+static float unknown(float x) { return x; }
+template <class Words>
+static void load_words(Words& words, const Words* from) {
+    words = *from;
+}
 static void copy_whole_16(void* to, const void* from) { copy_async_16(to, from, true); }
 #define copy_async_16 copy_whole_16
 #include "tree_attention.cu"
 
 static const AttentionArguments* given;
-// A block has left its rows in scratch, which begins as NaN: others merge them when all have met.
-static void expect_part() {
-    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const int* bounds = reinterpret_cast<const int*>(given->prefix_indptr) + blockIdx.z;
-    if (blockIdx.x % SPLITS * TILE >= bounds[1] - bounds[0] + int(given->nodes)) return;  // it has no tile
-    const Part& part = reinterpret_cast<const Part*>(given->parts)[block];
-    const int rows = min(ROWS, int(given->nodes) * GROUP - blockIdx.x / SPLITS * ROWS);
-    for (int row = 0; row < rows; ++row)
-        for (int i = 0; i < DIM / 4; ++i) {
-            const Note& note = part.notes[row];
-            unsigned first;
-            memcpy(&first, &part.rows[row][i], 4);
-            if (std::isnan(note.peak) || std::isnan(note.total) || std::isnan(note.unit) || first == ~0u)
-                on_cpu::fail("blocks meet before the part is in scratch");
-        }
+static bool seen_late(const void* to) {
+    return (static_cast<const char*>(to) - reinterpret_cast<const char*>(given->parts)) % sizeof(Part) < sizeof(Part::rows);
+}
+
+// first, tiles and rest of share_of.
+extern "C" void share_on_cpu(int keys, int rank, int* out) {
+    const Share share = share_of(keys, rank);
+    out[0] = share.first, out[1] = share.tiles, out[2] = share.rest;
 }
 
 // order: of those that share their rows, by number, as they run one after another; each are SPLITS blocks together. warps: in
@@ -196,5 +211,6 @@ extern "C" void tree_attention_on_cpu(const AttentionArguments* arguments, size_
         blockIdx = {order[i] % across * SPLITS, order[i] / across % grid[1], order[i] / across / grid[1]};
         memset(turns, 0, sizeof turns);  // the last of a launch is not waited for
         on_cpu::run_cluster(SPLITS, THREADS + 32 * COPIERS, shared_bytes, warps, [&] { tree_attention(*arguments); });
+        see_all();
     }
 }

@@ -53,7 +53,7 @@ class AttentionArguments(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_double) for name in ("scale", "inner_scale", "v_scale")),
-        *((name, ctypes.c_int64) for name in ("parts", "counters")),
+        ("parts", ctypes.c_int64),
     ]
 
 
@@ -161,7 +161,7 @@ def tree_attention_cuda(
         k_scale,
         v_scale,
         out,
-        _scratch(device, *scratch_bytes(variant, grid)) if variant.splits > 1 else (None, None),
+        _scratch(device, scratch_bytes(variant, grid)) if variant.splits > 1 else None,
     )
     with torch.cuda.device(device):
         kernels, stream = _load(variant, device), torch.cuda.current_stream().cuda_stream
@@ -191,10 +191,10 @@ def attention_arguments(
     k_scale,
     v_scale,
     out,
-    scratch=(None, None),
+    scratch=None,
 ) -> AttentionArguments:
-    """The kernel's argument, which keeps no reference to the tensors; all must outlive the launch. scratch: parts and
-    counters, of `scratch_bytes`, for a variant with splits."""
+    """The kernel's argument, which keeps no reference to the tensors; all must outlive the launch. scratch: of
+    `scratch_bytes`, all 255, for a variant with splits."""
     tensors = (q, k_pool, v_pool, prefix_indptr, prefix_slots, node_slots, ancestors, sinks, out)
     inner_scale = scale * k_scale
     return AttentionArguments(
@@ -207,30 +207,28 @@ def attention_arguments(
         LOG2_E * (logit_cap if logit_cap > 0 else inner_scale),
         inner_scale / logit_cap if logit_cap > 0 else 1.0,
         v_scale,
-        *(0 if tensor is None else tensor.data_ptr() for tensor in scratch),
+        0 if scratch is None else scratch.data_ptr(),
     )
 
 
-def scratch_bytes(variant: Variant, grid: tuple[int, int, int]) -> tuple[int, int]:
-    """Of parts, one of a block, and of counters, two numbers of the blocks that share rows."""
-    blocks = math.prod(grid)
-    return blocks * variant.part_bytes, blocks // variant.splits * 8
+def scratch_bytes(variant: Variant, grid: tuple[int, int, int]) -> int:
+    """Of parts, one of a block."""
+    return math.prod(grid) * variant.part_bytes
 
 
 @functools.cache
-def _scratch(device: int, part_bytes: int, counter_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts and counters of a device's launches of these sizes, never freed: graphs hold the addresses. Every launch leaves
-    counters as the next needs them and reads of parts only what it wrote."""
+def _scratch(device: int, size: int) -> torch.Tensor:
+    """A device's launches with so many bytes of parts share these, never freed: graphs hold the address. Every launch leaves
+    them as it finds them, all 255."""
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "tree_attention: the first call of a shape allocates scratch, and a CUDA graph is being captured; call "
                 "once with the same shapes before the capture"
             )
-        parts = torch.empty(part_bytes, dtype=torch.uint8, device="cuda")
-        counters = torch.zeros(counter_bytes, dtype=torch.uint8, device="cuda")
-        torch.cuda.current_stream().synchronize()  # other streams find counters at 0
-    return parts, counters
+        parts = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()  # other streams find it so
+    return parts
 
 
 @functools.cache

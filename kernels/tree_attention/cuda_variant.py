@@ -8,7 +8,7 @@ import torch
 DTYPES = (torch.bfloat16, torch.float16)  # by the number that the source is compiled for
 MOST_SPLITS = 32
 # As the source has them.
-THREADS, TILE, WORDS = 256, 64, 11
+THREADS, TILE, REST, WORDS = 256, 64, 16, 11
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """The source's Shared: the ring, q, ancestor bits and barriers."""
-        ring = self.ring * self.key_groups * TILE * self.head_dim * 2 * (1 if self.wgmma else 2)
-        barriers = 16 * self.ring if self.wgmma else 0
-        return ring + self.rows * (self.head_dim * 2 + WORDS * 4) + barriers
+        """The source's Shared: the ring, the rest of a share, q, ancestor bits and barriers."""
+        keys = self.ring * self.key_groups * TILE * (1 if self.wgmma else 2) + 2 * REST
+        barriers = 16 * (self.ring + 1) if self.wgmma else 0
+        return (keys + self.rows) * self.head_dim * 2 + self.rows * WORDS * 4 + barriers
 
     @property
     def part_bytes(self) -> int:

@@ -3,25 +3,26 @@
 //
 // A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are (node,
 // head) pairs of one kv head. SPLITS blocks have the same rows and share the tiles, as many of them as there are tiles at
-// most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths.
+// most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths. All wait for
+// the slowest, so where one tile more for some is a sixteenth of that for each, shares are even to 16 keys, the rest.
 //
-// At the end each block leaves the sums, peaks and totals of its rows in scratch in global memory, waits until all that
-// share its rows have done so, and merges a part of the rows, in the order of the blocks: the bits do not depend on who
-// comes last. Who waits must not keep from running whom it waits for: cuda_kernel.py launches no more blocks than the device
-// runs together, cooperatively. Through shared memory of a cluster the same took longer, since clusters of most sizes leave
-// a quarter of the chip idle, and what a block reads of another's shared memory comes at some 12 bytes a clock.
+// At the end each block leaves the sums, peaks and totals of its rows, its part, in scratch in global memory, and merges a
+// part of the rows, in the order of the blocks: the bits do not depend on who comes last. Who waits must not keep from running
+// whom it waits for: cuda_kernel.py launches no more blocks than the device runs together, cooperatively. Through shared
+// memory of a cluster the same took longer, since clusters of most sizes leave a quarter of the chip idle, and what a block
+// reads of another's shared memory comes at some 12 bytes a clock.
 //
-// Why a block sees all parts: its threads write theirs and meet at a barrier of the block, behind which one thread arrives
-// at the counter, an atomic release and acquire at GPU scope; the last to arrive ends the wait by a release of the
-// generation, which the waiting threads acquire, and another barrier of the block passes that on. Launches share a counter,
-// which is 0 again at the end of each, and must not run at the same time.
+// There is no barrier: between launches all words of scratch are ABSENT, which no number is, and a warp looks at the words that
+// it merges until they are something else, each for itself, and makes them ABSENT again. So a word must be left if and only
+// if it is merged: of rows that exist, by blocks that have keys. First a warp looks for its rows' notes, which are written
+// last, so that those who wait ask for little. Launches share scratch and must not run at the same time.
 //
 // Of bfloat16, parts are float16, scaled by a power of two to the greatest of their row: an eighth of the error of the
 // result's rounding, for all columns down to 2^-28 of the greatest. Of float16 they are float32.
 //
 // What is hidden behind what: q's copy behind the reads of prefix_indptr and slots; the whole ring is filled at once, and
 // later a tile's slots are read a turn (of a pipeline three) before its keys and values are asked for. Ancestor bits are
-// read once a block, while the first tiles are under way, and only where the block has tiles of the tree.
+// copied once a block, while slots are read, and only where the block has tiles of the tree.
 //
 // Shared memory holds Q, K and V as rows of 64 numbers (128 bytes), 64 columns of a head after the other, and the 16-byte
 // pieces of a row in the order piece ^ row % 8. That is what 128-byte swizzled operands of wgmma are, and ldmatrix meets no
@@ -54,6 +55,10 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async_16(void* to_shared, const void* from_global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from_global)
                  : "memory");
+}
+// 4 bytes.
+__device__ __forceinline__ void copy_async_4(void* to_shared, const void* from_global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to_shared)), "l"(from_global) : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -139,6 +144,23 @@ __device__ __forceinline__ void multiply_values_16(float (&c)[16][4], const unsi
                    FOUR(c[8]), FOUR(c[9]), FOUR(c[10]), FOUR(c[11]), FOUR(c[12]), FOUR(c[13]), FOUR(c[14]), FOUR(c[15])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(values));
 }
+// c[64, 16] (+)= a[64, 16] b[16, 16]^T, both ways.
+__device__ __forceinline__ void multiply_keys_16(float (&c)[2][4], const unsigned (&a)[4], unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(keys), "r"(int(add)));
+}
+__device__ __forceinline__ void multiply_keys_16(float (&c)[2][4], unsigned long long queries, unsigned long long keys,
+                                                 bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1, 0, 0;\n}"
+                 : FOUR(c[0]), FOUR(c[1])
+                 : "l"(queries), "l"(keys), "r"(int(add)));
+}
 // What registers hold is seen by products that start behind this.
 __device__ __forceinline__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -210,19 +232,28 @@ __device__ __forceinline__ void take_registers() {
 }
 #endif
 #if SPLITS > 1
-// One thread of each of `blocks` blocks waits here for the others. counter: arrivals, 0 before and after, and a generation.
-__device__ __forceinline__ void meet(unsigned* counter, unsigned blocks) {
-    unsigned generation, before, now;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(generation) : "l"(counter + 1) : "memory");
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    if (before == blocks - 1) {
-        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-        asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter + 1), "r"(generation + 1) : "memory");
-        return;
-    }
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter + 1) : "memory");
-    } while (now == generation);
+// Words that other blocks read while this one runs.
+__device__ __forceinline__ void store_words(uint4* to, uint4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_words(uint2* to, uint2 x) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ __forceinline__ void load_words(uint4& x, const uint4* from) {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void load_words(uint2& x, const uint2* from) {
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void look_again() {}
+// x, of which the compiler knows nothing.
+__device__ __forceinline__ float unknown(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
 }
 #endif
 #endif
@@ -245,8 +276,7 @@ struct AttentionArguments {
     double scale;  // of logits, to base 2; where they are capped: of tanh(inner_scale * logits)
     double inner_scale;
     double v_scale;
-    i64 parts;     // Part [blocks], with SPLITS > 1
-    i64 counters;  // unsigned [blocks / SPLITS, 2]: see meet
+    i64 parts;  // Part [blocks], all words ABSENT, with SPLITS > 1
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that attend
@@ -255,8 +285,9 @@ constexpr int DIM = HEAD_DIM, BLOCKS = DIM / 64, PIECES = DIM / 8;  // of 64 col
 constexpr int LANE_KEYS = 32 / PIECES;                              // that a warp copies at a time
 #define QUERIES_KEPT (HEAD_DIM == 128)                              // in registers
 constexpr int TILE = 64, KEY_GROUPS = 2 / ROW_GROUPS, TURN = TILE * KEY_GROUPS;  // keys of a tile, and of a block's turn
+constexpr int REST = 16;                                                         // keys of a share that is no whole tiles
 constexpr int ROWS = 64 * ROW_GROUPS;
-constexpr int MOST_WORDS = 8, WORDS = 11;  // of ancestor bits a row: with two of zeros behind, and rows at different banks
+constexpr int WORDS = 11;  // of ancestor bits a row, 8 at most: two behind are read, too, and rows are at different banks
 constexpr int WARP_KEYS = TURN / COPYING_WARPS;
 constexpr float SLACK = 8.0f;  // weights to 2^8, exact as those to 1
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
@@ -266,14 +297,15 @@ static_assert(STAGES >= 4, "a pipeline of two turns at least");
 static_assert(STAGES > 1, "a stage is filled while another is read");
 static_assert(DIM == 128 || (DIM == 256 && ROW_GROUPS == 2), "heads of 128, or of 256 with different rows a group");
 
+template <int KEYS>
 struct Tile {
-    uint4 block[BLOCKS][TILE][8];  // of 64 columns
+    uint4 block[BLOCKS][KEYS][8];  // of 64 columns
 };
 struct Turn {
-    Tile keys[KEY_GROUPS], values[KEY_GROUPS];
+    Tile<TILE> keys[KEY_GROUPS], values[KEY_GROUPS];
 };
 struct Unit {  // of a pipeline: keys or values of a turn, in turn
-    Tile tiles[KEY_GROUPS];
+    Tile<TILE> tiles[KEY_GROUPS];
 };
 struct Sums {  // of a key group, as lanes have them; over the ring, when it is done
     float numbers[4][DIM / 2 + 4][32];
@@ -287,25 +319,25 @@ struct Shared {
 #endif
         Sums sums;
     };
+    Tile<REST> rest_keys, rest_values;
     uint4 queries[BLOCKS][ROWS][8];
     unsigned ancestors[ROWS][WORDS];
 #if WGMMA
-    unsigned long long full[STAGES], empty[STAGES];
+    unsigned long long full[STAGES], empty[STAGES], rest_full[2];  // one of the two is used: 16 bytes of barriers
 #endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda_kernel.py gives a block the source's Shared");
 #if HALF
-typedef float4 Four;
+typedef uint4 Four;  // float32
 #else
-typedef uint2 Four;
+typedef uint2 Four;  // float16
 #endif
-// What a block has of its rows: the greatest logit, the weights' sum, and what the numbers of `rows` are to be multiplied by.
-struct Note {
-    float peak, total, unit, unused;
-};
+// What a block has of its rows.
 struct Part {
-    Four rows[ROWS][DIM / 4];  // columns 16 m + 2 t, the next, and those 8 on, at 4 m + t: a lane's
-    Note notes[ROWS];
+    // Of float16, the columns in turn. Of bfloat16, columns 32 m + 16 i + 2 t, the next, and those 8 on, are at 8 m + 2 t + i: a
+    // lane stores 16 bytes at a time.
+    Four rows[ROWS][DIM / 4];
+    uint4 notes[ROWS];  // floats: the greatest logit, the weights' sum, and what the numbers of `rows` are to be multiplied by
 };
 static_assert(sizeof(Part) == PART_BYTES, "cuda_kernel.py gives a block the source's Part");
 
@@ -325,11 +357,25 @@ __device__ __forceinline__ uint4* place(uint4 (&blocks)[BLOCKS][N][8], unsigned 
 __device__ __forceinline__ u64 operand_at(unsigned start, unsigned leading, unsigned stride) {
     return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (start >> 4 & 0x3fff);
 }
-#ifndef VALUES_LEADING
-#define VALUES_LEADING (TILE * 128)
-#define VALUES_STRIDE 1024
 #endif
-#endif
+
+// What a block has of the keys: REST of them, where `rest` says so, and behind these, from `first` on, whole tiles.
+struct Share {
+    int first, tiles;
+    bool rest;
+};
+// Whole tiles, or, where the greatest share would have REST keys more than its whole tiles, such tiles and REST keys at most.
+// The first blocks have the greater shares: the last one has the nodes, whose bits take time.
+__device__ __forceinline__ Share share_of(unsigned keys, unsigned rank) {
+    const unsigned rests = (keys + REST - 1) / REST, tiles = (keys + TILE - 1) / TILE;
+    if (tiles < SPLITS) return {int(rank * TILE), rank < tiles, false};
+    const bool even = (rests + SPLITS - 1) / SPLITS % (TILE / REST) == 1;
+    const unsigned pieces = even ? rests : tiles, size = even ? REST : TILE;
+    const unsigned least = pieces / SPLITS, greater = pieces % SPLITS;  // pieces of all, and shares that have one more
+    const unsigned first = (rank * least + (rank < greater ? rank : greater)) * size;
+    const unsigned own = (least + (rank < greater)) * size;
+    return {int(first + own % TILE), int(own / TILE), own % TILE > 0};
+}
 
 struct Block {
     const AttentionArguments& arguments;
@@ -365,21 +411,45 @@ struct Block {
                1.4426950408889634f;
     }
 
-    // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
-    __device__ __forceinline__ int read_slot(int first_key) const {
-        const int own = first_key + int(threadIdx.x) / 32 % COPYING_WARPS * WARP_KEYS + int(threadIdx.x) % WARP_KEYS;
-        const int key = min(own, length + nodes - 1);
+    __device__ __forceinline__ int slot_of(int any_key) const {
+        const int key = min(any_key, length + nodes - 1);
         const bool in_prefix = key < length;
         const int* slots = reinterpret_cast<const int*>(in_prefix ? arguments.prefix_slots : arguments.node_slots);
         const unsigned index = in_prefix ? begin + key : request * nodes + key - length;
         return slots[index << int(in_prefix ? arguments.prefix_wide : arguments.node_wide)];
     }
+    // A warp copies WARP_KEYS keys of a turn, LANE_KEYS at a time. The slot of one of them, lane % WARP_KEYS.
+    __device__ __forceinline__ int read_slot(int first_key) const {
+        return slot_of(first_key + int(threadIdx.x) / 32 % COPYING_WARPS * WARP_KEYS + int(threadIdx.x) % WARP_KEYS);
+    }
+    // Rows `first` on of a tile, N of them, by a warp; lane i % 32 has the slot of row i.
+    template <int N, int KEYS>
+    __device__ __forceinline__ void copy_rows(Tile<KEYS>& tile, unsigned first, const char* from, unsigned stride,
+                                              int own_slot) const {
+        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES;
+#pragma unroll 8
+        for (int i = 0; i < N / LANE_KEYS; ++i) {
+            const unsigned row = first + i * LANE_KEYS + lane / PIECES, slot = __shfl_sync(~0u, own_slot, row % 32);
+            copy_async_16(place(tile.block, row, piece), from + u64(slot) * stride);
+        }
+    }
+    // The share's rest, by all that copy: half of them keys, half values.
+    __device__ __forceinline__ void copy_rest(int own_slot) const {
+        constexpr int OWN = 2 * REST / COPYING_WARPS;
+        const unsigned first = threadIdx.x / 32 % COPYING_WARPS * OWN;
+        const bool of_values = first >= REST;
+        copy_rows<OWN>(of_values ? shared.rest_values : shared.rest_keys, first % REST, of_values ? own_v : own_k,
+                       unsigned(of_values ? arguments.v_slot : arguments.k_slot), own_slot);
+    }
+    __device__ __forceinline__ int read_rest_slot(const Share& share) const {
+        return share.rest ? slot_of(share.first - REST + int(threadIdx.x) % REST) : 0;
+    }
 #if !WGMMA
     __device__ __forceinline__ void copy_turn(Turn& turn, int own_slot) const {
         const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 * WARP_KEYS;
         const unsigned k_slot = unsigned(arguments.k_slot), v_slot = unsigned(arguments.v_slot);
-        Tile& keys = turn.keys[first / TILE];
-        Tile& values = turn.values[first / TILE];
+        Tile<TILE>& keys = turn.keys[first / TILE];
+        Tile<TILE>& values = turn.values[first / TILE];
         unsigned slots[WARP_KEYS / LANE_KEYS];
 #pragma unroll
         for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
@@ -394,38 +464,29 @@ struct Block {
         }
     }
 #else
-    __device__ __forceinline__ void copy_unit(Unit& unit, const char* from, unsigned stride, int own_slot) const {
-        const unsigned lane = threadIdx.x % 32, piece = lane % PIECES, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
-        Tile& tile = unit.tiles[first / TILE];
-#pragma unroll 8
-        for (int i = 0; i < WARP_KEYS / LANE_KEYS; ++i) {
-            const unsigned key = i * LANE_KEYS + lane / PIECES;
-            const unsigned slot = __shfl_sync(~0u, own_slot, key);
-            copy_async_16(place(tile.block, first % TILE + key, piece), from + u64(slot) * stride);
-        }
-    }
     // What COPIERS warps do: units go to their stages as these become empty, slots are read three turns before.
-    __device__ __forceinline__ void copy_all(int first_tile, int last_tile) const {
-        const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
-        const int own_group = KEY_GROUPS == 2 ? threadIdx.x / 32 % COPIERS / 2 : 0;
+    __device__ __forceinline__ void copy_all(const Share& share) const {
+        const int turns = (share.tiles + KEY_GROUPS - 1) / KEY_GROUPS, first = threadIdx.x / 32 % COPIERS * WARP_KEYS;
+        const int rest_slot = read_rest_slot(share);
         int slots[3];
 #pragma unroll
-        for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(first_tile * TILE + turn * TURN);
-        __syncthreads();  // barriers are there
+        for (int turn = 0; turn < 3; ++turn) slots[turn] = read_slot(share.first + turn * TURN);
+        if (share.rest) copy_rest(rest_slot);
+        arrive_when_copied(&shared.rest_full[0]);
         int unit = 0;
         for (int turn = 0; turn < turns; ++turn) {
             const int slot = slots[0];
             slots[0] = slots[1];
             slots[1] = slots[2];
-            slots[2] = read_slot(first_tile * TILE + (turn + 3) * TURN);
-            const bool copies = first_tile + turn * KEY_GROUPS + own_group < last_tile;
+            slots[2] = read_slot(share.first + (turn + 3) * TURN);
+            const bool copies = turn * KEY_GROUPS + first / TILE < share.tiles;
 #pragma unroll
             for (int of_values = 0; of_values < 2; ++of_values) {
                 const int stage = unit % STAGES;
                 if (unit >= STAGES) wait_at(&shared.empty[stage], (unit / STAGES - 1) & 1);
                 if (copies)
-                    copy_unit(shared.ring[stage], of_values ? own_v : own_k,
-                              unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
+                    copy_rows<WARP_KEYS>(shared.ring[stage].tiles[first / TILE], first % TILE, of_values ? own_v : own_k,
+                                         unsigned(of_values ? arguments.v_slot : arguments.k_slot), slot);
                 arrive_when_copied(&shared.full[stage]);
                 ++unit;
             }
@@ -435,41 +496,37 @@ struct Block {
         wait_at(&shared.full[unit % STAGES], unit / STAGES & 1);
         show_copies();
     }
+    __device__ __forceinline__ void wait_for_rest() const {
+        wait_at(&shared.rest_full[0], 0);
+        show_copies();
+    }
     __device__ __forceinline__ void free_unit(int unit) const {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive_at(&shared.empty[unit % STAGES]);
     }
 #endif
 
-    // Bits of nodes that do not exist are 0.
-    __device__ __forceinline__ void read_ancestors() const {
-        constexpr int READERS = THREADS / ROWS, OWN = (MOST_WORDS + 2 + READERS - 1) / READERS;  // of a row, and their words
+    // The words that have nodes; what lies behind them in shared memory stays as it was.
+    __device__ __forceinline__ void copy_ancestors() const {
         const int row = threadIdx.x % ROWS, node = min(first_row + row, nodes * GROUP - 1) / GROUP;
         const unsigned* bits = reinterpret_cast<const unsigned*>(arguments.ancestors) +
                                request * arguments.ancestors_request + node * arguments.ancestors_node;
-        unsigned values[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {  // all under way together
-            const int word = threadIdx.x / ROWS + i * READERS, left = nodes - word * 32;
-            values[i] = left > 0 ? bits[word] : 0;
-            if (left < 32) values[i] &= (1u << max(left, 0)) - 1u;
-        }
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const int word = threadIdx.x / ROWS + i * READERS;
-            if (word < MOST_WORDS + 2) shared.ancestors[row][word] = values[i];
-        }
+        for (int word = threadIdx.x / ROWS; word < (nodes + 31) / 32; word += THREADS / ROWS)
+            copy_async_4(&shared.ancestors[row][word], bits + word);
     }
     // Which of a tile's 64 keys a row sees; the first is `first_key`, and at least one is a node.
     __device__ __forceinline__ u64 visible(int row, int first_key) const {
         const unsigned* words = shared.ancestors[row];
-        const int node = first_key - length;
+        const int node = first_key - length, left = nodes - node;  // keys that are there, one at least
+        u64 seen;
         if (node < 0) {
             const int before = -node;  // keys of the prefix, 1 to 63
-            return (words[0] | u64(words[1]) << 32) << before | ((u64(1) << before) - 1);
+            seen = (words[0] | u64(words[1]) << 32) << before | ((u64(1) << before) - 1);
+        } else {
+            const u64 low = words[node / 32] | u64(words[node / 32 + 1]) << 32, next = words[node / 32 + 2];
+            seen = low >> node % 32 | (node % 32 ? next << (64 - node % 32) : 0);
         }
-        const u64 low = words[node / 32] | u64(words[node / 32 + 1]) << 32, next = words[node / 32 + 2];
-        return low >> node % 32 | (node % 32 ? next << (64 - node % 32) : 0);
+        return left < 64 ? seen & ((u64(1) << left) - 1) : seen;
     }
 };
 
@@ -502,7 +559,8 @@ struct Rows {
     }
 
     // logits = queries keys^T. By wgmma this and add_values only begin; wait_for_products ends them, in turn.
-    __device__ __forceinline__ void multiply_keys(float (&logits)[TILE / 8][4], Tile& keys) {
+    template <int KEYS>
+    __device__ __forceinline__ void multiply_keys(float (&logits)[KEYS / 8][4], Tile<KEYS>& keys) {
 #if WGMMA
         const u64 operand = operand_at(shared_address(&keys), 16, 1024);
         hold(logits);
@@ -514,13 +572,13 @@ struct Rows {
 #else
             const unsigned(&own)[4] = queries[step];
 #endif
-            multiply_keys_16(logits, own, operand + (step / 4 * (TILE * 128) + step % 4 * 32) / 16, step > 0);
+            multiply_keys_16(logits, own, operand + (step / 4 * (KEYS * 128) + step % 4 * 32) / 16, step > 0);
         }
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) logits[n][i] = 0.0f;
 #pragma unroll
@@ -532,7 +590,7 @@ struct Rows {
             const unsigned(&own)[4] = queries[step];
 #endif
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n += 2) {
+            for (int n = 0; n < KEYS / 8; n += 2) {
                 unsigned b[4];
                 load_matrix_x4(b, place(keys.block, n * 8 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
                 multiply_tiles(logits[n], own, b[0], b[1]);
@@ -543,30 +601,33 @@ struct Rows {
     }
 
     // Columns whose bit in `seen` (of each row) is 0 do not count.
-    __device__ __forceinline__ void mask(float (&logits)[TILE / 8][4], const u64 (&seen)[2]) {
+    template <int N>
+    __device__ __forceinline__ void mask(float (&logits)[N][4], const u64 (&seen)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int n = 0; n < TILE / 8; ++n) {
+            for (int n = 0; n < N; ++n) {
                 const unsigned bits = unsigned(seen[i] >> n / 4 * 32) >> threadIdx.x % 4 * 2 >> n % 4 * 8;
                 if (!(bits & 1)) logits[n][i * 2] = __uint_as_float(MINUS_INFINITY);
                 if (!(bits & 2)) logits[n][i * 2 + 1] = __uint_as_float(MINUS_INFINITY);
             }
     }
-    __device__ __forceinline__ void cap(float (&logits)[TILE / 8][4], float inner_scale) {
+    template <int N>
+    __device__ __forceinline__ void cap(float (&logits)[N][4], float inner_scale) {
 #if CAPPED
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) logits[n][i] = tanhf(logits[n][i] * inner_scale);
 #endif
     }
     // Logits become weights; where `grown` says so, `decay` is by what `sums` must be scaled to the new peak.
-    __device__ __forceinline__ void weigh(float (&logits)[TILE / 8][4], float (&decay)[2], bool& grown, float scale) {
+    template <int N>
+    __device__ __forceinline__ void weigh(float (&logits)[N][4], float (&decay)[2], bool& grown, float scale) {
         const float minus_infinity = __uint_as_float(MINUS_INFINITY);
         float most[2] = {minus_infinity, minus_infinity};
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) most[i / 2] = fmaxf(most[i / 2], logits[n][i]);
 #pragma unroll
@@ -587,7 +648,7 @@ struct Rows {
             }
         }
 #pragma unroll
-        for (int n = 0; n < TILE / 8; ++n)
+        for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 logits[n][i] = exp2_approx(fmaf(logits[n][i], scale, -base[i / 2]));
@@ -595,9 +656,10 @@ struct Rows {
             }
     }
     // Weights to operands, and sums to the weights' peak.
-    __device__ __forceinline__ void take_weights(const float (&logits)[TILE / 8][4], const float (&decay)[2], bool grown) {
+    template <int N>
+    __device__ __forceinline__ void take_weights(const float (&logits)[N][4], const float (&decay)[2], bool grown) {
 #pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
+        for (int step = 0; step < N / 2; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 weights[step][i] = pack(logits[step * 2 + i / 2][i % 2 * 2], logits[step * 2 + i / 2][i % 2 * 2 + 1]);
@@ -609,22 +671,23 @@ struct Rows {
     }
 
     // sums += weights values.
-    __device__ __forceinline__ void add_values(Tile& values) {
+    template <int KEYS>
+    __device__ __forceinline__ void add_values(Tile<KEYS>& values) {
 #if WGMMA
-        const u64 operand = operand_at(shared_address(&values), VALUES_LEADING, VALUES_STRIDE);
+        const u64 operand = operand_at(shared_address(&values), KEYS * 128, 1024);
         hold(weights);
         hold_sums();
         before_products();
 #pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
+        for (int step = 0; step < KEYS / 16; ++step)
 #pragma unroll
             for (int part = 0; part < DIM / 128; ++part)
-                multiply_values_16(sums[part], weights[step], operand + (part * 2 * TILE + step * 16) * 128 / 16);
+                multiply_values_16(sums[part], weights[step], operand + (part * 2 * KEYS + step * 16) * 128 / 16);
         commit_products();
 #else
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int step = 0; step < TILE / 16; ++step)
+        for (int step = 0; step < KEYS / 16; ++step)
 #pragma unroll
             for (int n = 0; n < DIM / 8; n += 2) {
                 unsigned b[4];
@@ -632,6 +695,30 @@ struct Rows {
                 multiply_tiles(sums[n / 16][n % 16], weights[step], b[0], b[1]);
                 multiply_tiles(sums[n / 16][n % 16 + 1], weights[step], b[2], b[3]);
             }
+#endif
+    }
+
+    // A tile by itself, or a share's rest.
+    template <int KEYS, class Seen>
+    __device__ __forceinline__ void attend(Tile<KEYS>& keys, Tile<KEYS>& values, const Seen& see, float scale,
+                                           float inner_scale) {
+        float logits[KEYS / 8][4], decay[2];
+        bool grown;
+        u64 seen[2];
+        multiply_keys<KEYS>(logits, keys);
+#if WGMMA
+        wait_for_products<0>();
+        hold(logits);
+#endif
+        cap(logits, inner_scale);
+        if (see(seen)) mask(logits, seen);
+        weigh(logits, decay, grown, scale);
+        take_weights(logits, decay, grown);
+        add_values(values);
+#if WGMMA
+        wait_for_products<0>();
+        hold(weights);
+        hold_sums();
 #endif
     }
 
@@ -647,14 +734,14 @@ struct Rows {
         if (turns <= 0) return;
         float logits[TILE / 8][4];
         block.wait_for_unit(0);
-        multiply_keys(logits, ring(0));
+        multiply_keys<TILE>(logits, ring(0));
         wait_for_products<0>();
         take_tile(block, 0, logits, seen_at, scale, inner_scale, false);
         for (int turn = 1; turn < turns; ++turn) {
             block.wait_for_unit(turn * 2);
             block.wait_for_unit(turn * 2 - 1);
             if (in_turn) wait_for_turn();
-            multiply_keys(logits, ring(turn * 2));
+            multiply_keys<TILE>(logits, ring(turn * 2));
             add_values(ring(turn * 2 - 1));
             if (in_turn) give_turn();
             wait_for_products<1>();
@@ -685,20 +772,6 @@ struct Rows {
             block.free_unit(turn * 2 - 1);
         }
         take_weights(logits, decay, grown);
-    }
-#else
-    // A tile.
-    template <class Seen>
-    __device__ __forceinline__ void attend(Tile& keys, Tile& values, const Seen& see, float scale, float inner_scale) {
-        float logits[TILE / 8][4], decay[2];
-        bool grown;
-        u64 seen[2];
-        multiply_keys(logits, keys);
-        cap(logits, inner_scale);
-        if (see(seen)) mask(logits, seen);
-        weigh(logits, decay, grown, scale);
-        take_weights(logits, decay, grown);
-        add_values(values);
     }
 #endif
     __device__ __forceinline__ void hold_sums() {
@@ -744,13 +817,15 @@ struct Rows {
         const float half = total[i] + __shfl_xor_sync(~0u, total[i], 1);
         return half + __shfl_xor_sync(~0u, half, 2);
     }
+#if SPLITS > 1
     // To scratch, for the merge.
-    __device__ __forceinline__ void leave(Part& part, int first) const {
+    __device__ __forceinline__ void leave(const Block& block, Part& part, int first) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = first + lane / 4 + i * 8;
-            Note note = {peak[i], whole(i), 1.0f, 0.0f};
+            const float own = whole(i);
+            float unit = unknown(1.0f);  // products: ptxas would place sums for the stores, and move them for wgmma
 #if !HALF
             float most = 0.0f;
 #pragma unroll
@@ -762,21 +837,34 @@ struct Rows {
             constexpr unsigned HALFS_EXPONENT = 14;
             const unsigned exponent = max(__float_as_uint(most) >> 23, HALFS_EXPONENT + 1);
             const float scale = __uint_as_float((127 + HALFS_EXPONENT + 127 - exponent) << 23);
-            note.unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
+            unit = __uint_as_float((exponent - HALFS_EXPONENT) << 23);
 #endif
-#pragma unroll
-            for (int n = 0; n < DIM / 8; n += 2) {
-                const float(&low)[4] = sums[n / 16][n % 16], (&high)[4] = sums[n / 16][n % 16 + 1];
+            if (!block.row_exists(row)) continue;
 #if HALF
-                part.rows[row][n * 2 + lane % 4] = {low[i * 2], low[i * 2 + 1], high[i * 2], high[i * 2 + 1]};
-#else
-                part.rows[row][n * 2 + lane % 4] = {pack_half(low[i * 2] * scale, low[i * 2 + 1] * scale),
-                                                    pack_half(high[i * 2] * scale, high[i * 2 + 1] * scale)};
-#endif
+            uint2* to = reinterpret_cast<uint2*>(part.rows[row]) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n) {
+                const float(&own)[4] = sums[n / 16][n % 16];
+                store_words(&to[n * 4], uint2{__float_as_uint(own[i * 2] * unit), __float_as_uint(own[i * 2 + 1] * unit)});
             }
-            if (lane % 4 == 0) part.notes[row] = note;
+#else
+            uint4* to = reinterpret_cast<uint4*>(part.rows[row]) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; n += 4) {
+                unsigned pairs[4];
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    const float(&own)[4] = sums[n / 16][n % 16 + m];
+                    pairs[m] = pack_half(own[i * 2] * scale, own[i * 2 + 1] * scale);
+                }
+                store_words(&to[n], uint4{pairs[0], pairs[1], pairs[2], pairs[3]});
+            }
+#endif
+            if (lane % 4 == 0)
+                store_words(&part.notes[row], uint4{__float_as_uint(peak[i]), __float_as_uint(own), __float_as_uint(unit), 0});
         }
     }
+#endif
     // To out, where no other block has keys.
     __device__ __forceinline__ void finish(const Block& block, int first) const {
         const int lane = threadIdx.x % 32;
@@ -798,70 +886,128 @@ struct Rows {
 
 #if SPLITS > 1
 static_assert(SPLITS <= 32, "a lane has one part");
-__device__ __forceinline__ float4 numbers_of(const Four& four) {
-#if HALF
-    return four;
-#else
+constexpr unsigned ABSENT = 0xffffffffu;  // no number, nor two: the device makes but one NaN, 0x7fff or 0x7fffffff
+__device__ __forceinline__ float4 numbers_of(uint2 four) {
     const float2 low = unpack_half(four.x), high = unpack_half(four.y);
     return {low.x, low.y, high.x, high.y};
-#endif
+}
+__device__ __forceinline__ float4 numbers_of(uint4 four) {
+    return {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
+}
+__device__ __forceinline__ void clear(uint2& x) { x = {ABSENT, ABSENT}; }
+__device__ __forceinline__ void clear(uint4& x) { x = {ABSENT, ABSENT, ABSENT, ABSENT}; }
+// Whether no word is ABSENT, the greatest there is.
+__device__ __forceinline__ unsigned greatest(uint2 x) { return max(x.x, x.y); }
+__device__ __forceinline__ unsigned greatest(uint4 x) { return max(max(x.x, x.y), max(x.z, x.w)); }
+__device__ __forceinline__ bool all_there(unsigned greatest) { return !__ballot_sync(~0u, greatest == ABSENT); }
+
+constexpr int MOST_FOURS = HALF ? 16 : WGMMA ? 32 : 8;  // of a lane, under way at a time
+// By what a lane's part of each row is to be multiplied, and the rows' sums.
+template <int LANES, int N>
+__device__ __forceinline__ void weigh_parts(const Block& block, const uint4 (&notes)[N], const int (&rows)[N],
+                                            float (&shares)[N], float (&factors)[N]) {
+    const float minus_infinity = __uint_as_float(MINUS_INFINITY);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float sink = block.sink(rows[i]), own_peak = __uint_as_float(notes[i].x);
+        float peak = fmaxf(own_peak, sink);
+#pragma unroll
+        for (int apart = LANES / 2; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
+        if (peak == minus_infinity) peak = 0.0f;
+        const float weight = exp2_approx(own_peak - peak);
+        float total = __uint_as_float(notes[i].y) * weight;
+#pragma unroll
+        for (int apart = LANES / 2; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
+        total += exp2_approx(sink - peak);
+        shares[i] = weight * __uint_as_float(notes[i].z);
+        factors[i] = total > 0.0f ? float(block.arguments.v_scale) / total : 0.0f;
+    }
 }
 // Adds up the parts of rows `first`, first + step and so on, AT_ONCE of them, by a warp: lane p has part p's note of a row, and
-// each lane four columns of each 128.
+// each lane four columns of each 128. In place of a row that does not exist it takes the first again.
 template <int AT_ONCE>
-__device__ __forceinline__ void merge_rows(const Block& block, const Part* parts, int blocks, int first, int step) {
-    const int lane = threadIdx.x % 32;
-    const float minus_infinity = __uint_as_float(MINUS_INFINITY), v_scale = float(block.arguments.v_scale);
-    Note notes[AT_ONCE];
+__device__ __forceinline__ void merge_rows(const Block& block, Part* parts, int blocks, int first, int step) {
+    constexpr int LANES = SPLITS > 16 ? 32 : SPLITS > 8 ? 16 : SPLITS > 4 ? 8 : 4;  // with a note each; those behind have the same
+    constexpr int PARTS = SPLITS < MOST_FOURS ? SPLITS : MOST_FOURS;                // at a time
+    const int lane = threadIdx.x % 32, own_part = lane % LANES;
+    int rows[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-        notes[i] = {minus_infinity, 0.0f, 0.0f, 0.0f};
-        if (lane < blocks) notes[i] = parts[lane].notes[min(first + i * step, ROWS - 1)];
+        const int row = first + i * step;
+        rows[i] = row < ROWS && block.row_exists(row) ? row : first;
     }
-#pragma unroll
-    for (int column = 0; column < DIM / 128; ++column) {
-        Four fours[AT_ONCE][SPLITS] = {};
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-#pragma unroll
-            for (int part = 0; part < SPLITS; ++part)
-                if (part < blocks)
-                    fours[i][part] = parts[part].rows[min(first + i * step, ROWS - 1)][column * 32 + lane];
+    uint4 notes[AT_ONCE], absent_note;
+    for (bool looked = false;; looked = true) {
+        if (looked) look_again();
+        unsigned most = 0;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int row = first + i * step;
-            const float sink = block.sink(row);
-            float peak = fmaxf(notes[i].peak, sink);
+            notes[i] = {MINUS_INFINITY, 0, 0, 0};
+            if (own_part < blocks) load_words(notes[i], &parts[own_part].notes[rows[i]]);
+        }
 #pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-            if (peak == minus_infinity) peak = 0.0f;
-            const float weight = exp2_approx(notes[i].peak - peak), share = weight * notes[i].unit;
-            float total = notes[i].total * weight;
+        for (int i = 0; i < AT_ONCE; ++i) most = max(most, greatest(notes[i]));
+        if (all_there(most)) break;
+    }
+    float shares[AT_ONCE], factors[AT_ONCE];
+#pragma unroll 1
+    for (int column = 0; column < DIM / 128; ++column) {
+        float4 mixed[AT_ONCE] = {};
+#pragma unroll 1
+        for (int first_part = 0; first_part < SPLITS; first_part += PARTS) {
+            const auto four_of = [&](int i, int part) {
+                return &parts[first_part + part].rows[rows[i]][column * 32 + lane];
+            };
+            Four fours[AT_ONCE][PARTS] = {}, absent;
+            for (bool looked = false;; looked = true) {
+                if (looked) look_again();
+                unsigned most = 0;
 #pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
-            total += exp2_approx(sink - peak);
-            const float factor = total > 0.0f ? v_scale / total : 0.0f;
-            float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+                for (int part = 0; part < PARTS; ++part)
+                    if (first_part + part < blocks)
 #pragma unroll
-            for (int part = 0; part < SPLITS; ++part) {
-                const float own_share = __shfl_sync(~0u, share, part);
-                const float4 own = numbers_of(fours[i][part]);
-                mixed.x = fmaf(own_share, own.x, mixed.x);
-                mixed.y = fmaf(own_share, own.y, mixed.y);
-                mixed.z = fmaf(own_share, own.z, mixed.z);
-                mixed.w = fmaf(own_share, own.w, mixed.w);
+                        for (int i = 0; i < AT_ONCE; ++i) load_words(fours[i][part], four_of(i, part));
+                if (column == 0 && first_part == 0) weigh_parts<LANES>(block, notes, rows, shares, factors);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) most = max(most, greatest(fours[i][part]));
+                if (all_there(most)) break;
             }
-            if (row >= ROWS || !block.row_exists(row)) continue;
-            unsigned* out = reinterpret_cast<unsigned*>(block.out_row(row)) + column * 64 + lane / 4 * 8 + lane % 4;
-            out[0] = pack(mixed.x * factor, mixed.y * factor);
-            out[4] = pack(mixed.z * factor, mixed.w * factor);
+            clear(absent);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const float own_share = __shfl_sync(~0u, shares[i], first_part + part);
+                    const float4 own = numbers_of(fours[i][part]);
+                    mixed[i].x = fmaf(own_share, own.x, mixed[i].x);
+                    mixed[i].y = fmaf(own_share, own.y, mixed[i].y);
+                    mixed[i].z = fmaf(own_share, own.z, mixed[i].z);
+                    mixed[i].w = fmaf(own_share, own.w, mixed[i].w);
+                }
+                if (first_part + part < blocks)
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i) store_words(four_of(i, part), absent);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            unsigned* out = reinterpret_cast<unsigned*>(block.out_row(rows[i])) + column * 64;
+            const int pair = HALF ? lane * 2 : lane / 8 * 16 + lane % 2 * 8 + lane / 2 % 4;
+            out[pair] = pack(mixed[i].x * factors[i], mixed[i].y * factors[i]);
+            out[pair + (HALF ? 1 : 4)] = pack(mixed[i].z * factors[i], mixed[i].w * factors[i]);
         }
     }
+    clear(absent_note);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+        if (lane < blocks) store_words(&parts[lane].notes[rows[i]], absent_note);
 }
 // The block's rows, of which block `rank` has every SPLITS-th, and a warp every WARPS-th of these.
-__device__ __forceinline__ void merge(const Block& block, const Part* parts, int blocks, int rank, int warp) {
+__device__ __forceinline__ void merge(const Block& block, Part* parts, int blocks, int rank, int warp) {
     constexpr int STEP = SPLITS * WARPS, OWN = (ROWS + STEP - 1) / STEP;                  // a warp's rows
-    constexpr int MOST = HALF ? 16 : WGMMA ? 32 : 8, ROOM = SPLITS < MOST ? MOST / SPLITS : 1;  // for reads under way
+    constexpr int ROOM = SPLITS < MOST_FOURS ? MOST_FOURS / SPLITS : 1;
     constexpr int AT_ONCE = OWN < ROOM ? OWN : ROOM;
     for (int row = rank + SPLITS * warp; row < ROWS && block.row_exists(row); row += STEP * AT_ONCE)
         merge_rows<AT_ONCE>(block, parts, blocks, row, STEP);
@@ -876,52 +1022,52 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     const int own_row = row_group * 64 + warp % 4 * 16;
     Block block = {arguments, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x) / SPLITS * ROWS,
                    int(arguments.nodes), 0, 0, nullptr, nullptr};
-    const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
-    block.begin = bounds[0];
-    block.length = uniform(bounds[1] - block.begin);
-    const int tiles = (block.length + block.nodes + TILE - 1) / TILE, blocks = min(tiles, SPLITS);
-    if (blocks == 1 && rank > 0) return;
     const unsigned piece = threadIdx.x % PIECES * 16;
     block.own_k = reinterpret_cast<const char*>(arguments.k_pool) + block.head * arguments.k_head + piece;
     block.own_v = reinterpret_cast<const char*>(arguments.v_pool) + block.head * arguments.v_head + piece;
+    const int* bounds = reinterpret_cast<const int*>(arguments.prefix_indptr) + block.request;
+    const int begin = bounds[0], end = bounds[1];
+    if (warp < WARPS) block.copy_queries();
 #if WGMMA
-    if (threadIdx.x == 0)
+    if (threadIdx.x == THREADS) {
+        start_barrier(&shared.rest_full[0], 32 * COPIERS);
         for (int stage = 0; stage < STAGES; ++stage) {
             start_barrier(&shared.full[stage], 32 * COPIERS);
             start_barrier(&shared.empty[stage], ROW_GROUPS == 2 && !block.row_exists(64) ? WARPS / 2 : WARPS);
         }
-#else
-    block.copy_queries();
+    }
+    __syncthreads();  // barriers are there
 #endif
-    // Whole tiles a block, so that those of the prefix stay without a mask.
-    const int first_tile = int(i64(tiles) * min(rank, blocks) / blocks);
-    const int last_tile = int(i64(tiles) * min(rank + 1, blocks) / blocks);
+    block.begin = begin;
+    block.length = uniform(end - begin);
+    const int keys = block.length + block.nodes, blocks = min((keys + TILE - 1) / TILE, SPLITS);
+    if (blocks == 1 && rank > 0) return;
+    const Share share = share_of(keys, rank);
 #if WGMMA
     if (warp >= WARPS) {
         give_registers<56>();
-        block.copy_all(first_tile, last_tile);
+        block.copy_all(share);
         return;
     }
     take_registers<224>();
-    block.copy_queries();
-    copy_async_commit();
-    if (last_tile * TILE > block.length) block.read_ancestors();
-    __syncthreads();  // barriers are there
 #endif
+    if (share.first + share.tiles * TILE > block.length) block.copy_ancestors();
 #if !WGMMA
-    const int turns = (last_tile - first_tile + KEY_GROUPS - 1) / KEY_GROUPS;
-    const int copied = last_tile - first_tile - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
+    const int turns = (share.tiles + KEY_GROUPS - 1) / KEY_GROUPS;
+    const int copied = share.tiles - (KEY_GROUPS == 2 ? warp / 4 : 0);  // of which this warp copies keys
 
+    const int rest_slot = block.read_rest_slot(share);
     int slots[STAGES + 1];
 #pragma unroll
-    for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(first_tile * TILE + turn * TURN);
+    for (int turn = 0; turn <= STAGES; ++turn) slots[turn] = block.read_slot(share.first + turn * TURN);
+    if (share.rest) block.copy_rest(rest_slot);
+    copy_async_commit();
 #pragma unroll
     for (int turn = 0; turn < STAGES; ++turn) {
         if (turn * KEY_GROUPS < copied) block.copy_turn(shared.ring[turn], slots[turn]);
         copy_async_commit();
     }
     int next_slot = slots[STAGES];
-    if (last_tile * TILE > block.length) block.read_ancestors();
 #endif
 
     Rows rows;
@@ -929,28 +1075,40 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     const bool has_rows = block.row_exists(WGMMA ? row_group * 64 : own_row);
     const float scale = float(arguments.scale), inner_scale = float(arguments.inner_scale);
 #if WGMMA
+    copy_async_commit();
     copy_async_wait<0>();
     show_copies();
-    readers_sync();
-    rows.load_queries(shared, own_row);
 #else
     int stage = 0, free_stage = 0;
+    copy_async_wait<STAGES>();
 #endif
-    // Whether a tile has nodes; then, which of its keys the thread's two rows see.
-    const auto seen_of = [&](int tile, u64(&seen)[2]) {
-        const bool masked = (tile + 1) * TILE > block.length;
+    readers_sync();
+    rows.load_queries(shared, own_row);
+    // Whether any of `keys` keys is a node; then, which of them the thread's two rows see.
+    const auto seen_of = [&](int first, int keys, u64(&seen)[2]) {
+        const bool masked = first + keys > block.length;
         if (masked) {
             const int row = own_row + threadIdx.x % 32 / 4;
-            seen[0] = block.visible(row, tile * TILE);
-            seen[1] = block.visible(row + 8, tile * TILE);
+            seen[0] = block.visible(row, first);
+            seen[1] = block.visible(row + 8, first);
         }
         return masked;
     };
+    if (share.rest && has_rows && (KEY_GROUPS == 1 || key_group == share.tiles % 2)) {  // the group that has fewer tiles
+#if WGMMA
+        block.wait_for_rest();
+#endif
+        rows.attend(shared.rest_keys, shared.rest_values,
+                    [&](u64(&seen)[2]) { return seen_of(share.first - REST, REST, seen); }, scale, inner_scale);
+    }
 #if WGMMA
     rows.attend_all(
-        block, has_rows ? (last_tile - first_tile - key_group + KEY_GROUPS - 1) / KEY_GROUPS : 0,
-        [&](int unit) -> Tile& { return shared.ring[unit % STAGES].tiles[key_group]; },
-        [&](int turn, u64(&seen)[2]) { return seen_of(first_tile + turn * KEY_GROUPS + key_group, seen); }, scale, inner_scale);
+        block, has_rows ? (share.tiles - key_group + KEY_GROUPS - 1) / KEY_GROUPS : 0,
+        [&](int unit) -> Tile<TILE>& { return shared.ring[unit % STAGES].tiles[key_group]; },
+        [&](int turn, u64(&seen)[2]) {
+            return seen_of(share.first + (turn * KEY_GROUPS + key_group) * TILE, TILE, seen);
+        },
+        scale, inner_scale);
 #else
     for (int turn = 0; turn < turns; ++turn) {
         if (turn == 0)
@@ -962,16 +1120,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
             const int next = turn - 1 + STAGES;
             if (next * KEY_GROUPS < copied) block.copy_turn(shared.ring[free_stage], next_slot);
             copy_async_commit();
-            if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(first_tile * TILE + (next + 1) * TURN);
+            if ((next + 1) * KEY_GROUPS < copied) next_slot = block.read_slot(share.first + (next + 1) * TURN);
             free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
         }
-        if (turn == 0) rows.load_queries(shared, own_row);
-        const int tile = first_tile + turn * KEY_GROUPS + key_group;
-        if (has_rows && tile < last_tile) {
-            Tile& keys = shared.ring[stage].keys[key_group];
-            Tile& values = shared.ring[stage].values[key_group];
-            rows.attend(keys, values, [&](u64(&seen)[2]) { return seen_of(tile, seen); }, scale, inner_scale);
-        }
+        const int tile = turn * KEY_GROUPS + key_group;
+        if (has_rows && tile < share.tiles)
+            rows.attend(shared.ring[stage].keys[key_group], shared.ring[stage].values[key_group],
+                        [&](u64(&seen)[2]) { return seen_of(share.first + tile * TILE, TILE, seen); }, scale, inner_scale);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 #endif
@@ -987,10 +1142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) tree_att
     if (blocks > 1) {
         const unsigned of_rows = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / SPLITS) + blockIdx.x / SPLITS;
         Part* parts = reinterpret_cast<Part*>(arguments.parts) + of_rows * SPLITS;
-        if (leaves && rank < blocks) rows.leave(parts[rank], own_row);
-        readers_sync();
-        if (threadIdx.x == 0) meet(reinterpret_cast<unsigned*>(arguments.counters) + 2 * of_rows, SPLITS);
-        readers_sync();
+        if (leaves && rank < blocks) rows.leave(block, parts[rank], own_row);
         merge(block, parts, blocks, rank, warp);
         return;
     }
