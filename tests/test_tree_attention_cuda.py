@@ -46,12 +46,16 @@ GRID = [
     ((1900, 200), 7, (2, 1), 32, {"dtype": HALF}),
     ((40,), 3, (2, 1), 5, {"sinks": True}),  # one tile, which one block finishes
 ]
-GRID += [  # shares with a rest of 16 keys and without, by one block and by eight
-    ((prefix,), 16, (4, 1), 1, {}) for prefix in (1, 15, 16, 17, 47, 48, 49, 64)
-] + [((prefix,), 33, (2, 1), 8, {}) for prefix in (479, 511, 992, 4095, 4096, 4097)] + [
-    ((1000, 4096, 0, 17), 16, (8, 1), 4, {}),
-    ((2032, 1024), 7, (2, 1), 16, {"dtype": HALF, "sinks": True}),
-]
+GRID += (
+    [  # shares with a rest of 16 keys and without, by one block and by eight
+        ((prefix,), 16, (4, 1), 1, {}) for prefix in (1, 15, 16, 17, 47, 48, 49, 64)
+    ]
+    + [((prefix,), 33, (2, 1), 8, {}) for prefix in (479, 511, 992, 4095, 4096, 4097)]
+    + [
+        ((1000, 4096, 0, 17), 16, (8, 1), 4, {}),
+        ((2032, 1024), 7, (2, 1), 16, {"dtype": HALF, "sinks": True}),
+    ]
+)
 WIDE = {"head_dim": 256}
 WIDE_GRID = [
     ((0,), 1, (6, 1), 1, {**WIDE}),
