@@ -459,10 +459,6 @@ inline void load_rows_of_four(unsigned (&m)[4], const void* row, on_cpu::WarpOpe
     memcpy(m, on_cpu::meet(operation, {unsigned(at), unsigned(at >> 32)}), 16);
 }
 inline void load_matrix_x4(unsigned (&m)[4], const void* row) { load_rows_of_four(m, row, on_cpu::load_matrices<false>); }
-typedef uint64_t SharedAddress;
-inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<SharedAddress>(pointer); }
-inline void load_matrix_x4(unsigned (&m)[4], SharedAddress row) { load_matrix_x4(m, reinterpret_cast<const void*>(row)); }
-inline void keep(int&) {}
 inline void load_matrix_x4_transposed(unsigned (&m)[4], const void* row) {
     load_rows_of_four(m, row, on_cpu::load_matrices<true>);
 }

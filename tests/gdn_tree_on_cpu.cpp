@@ -1,5 +1,12 @@
 // kernels/gdn_tree/gdn_tree.cu as a shared library that runs on the CPU.
 #include "cuda_on_cpu.h"
+
+// What intrinsics.cuh has beside the runner's.
+typedef uint64_t SharedAddress;
+inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<SharedAddress>(pointer); }
+inline void load_matrix_x4(unsigned (&m)[4], SharedAddress row) { load_matrix_x4(m, reinterpret_cast<const void*>(row)); }
+inline void keep(int&) {}
+
 #include "gdn_tree.cu"
 
 template <class Arguments>

@@ -451,6 +451,33 @@ def test_launches_in_graphs_follow_lengths(splits):
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("bits", [-1, 0x7FFF, 0x7F80, 0x7C00], ids=hex)
+def test_no_number_looks_like_one_that_is_absent(dtype, bits):
+    """Infinite numbers, and NaN of all bits set, which is what scratch is between launches: the launch ends, the request has
+    them, and the next finds scratch as it must be."""
+    entry = ((900, 40), 33, (8, 2), 4, {"dtype": dtype})
+    inputs = inputs_of(entry, "cuda")
+    variant = variant_of(entry)
+    expected = cuda_kernel.tree_attention_cuda(**inputs, variant=variant).clone()
+    number, slots = (
+        torch.tensor(bits, dtype=torch.int16, device="cuda").view(dtype),
+        inputs["prefix_slots"][:300].long(),
+    )
+    for pools in (("k_pool",), ("v_pool",), ("k_pool", "v_pool")):
+        spoilt = inputs | {name: inputs[name].clone() for name in pools}
+        for name in pools:
+            spoilt[name][inputs["prefix_slots"][:300].long()] = torch.tensor(
+                bits, dtype=torch.int16, device="cuda"
+            ).view(dtype)
+        out = cuda_kernel.tree_attention_cuda(**spoilt, variant=variant)
+        torch.cuda.synchronize()
+        first = out[: out.shape[0] // 2]
+        assert torch.isfinite(out[out.shape[0] // 2 :]).all() and not torch.equal(first, expected[: len(first)])
+        assert torch.equal(cuda_kernel.tree_attention_cuda(**inputs, variant=variant), expected)
+
+
+@gpu
 def test_more_blocks_than_run_at_once_are_refused():
     """Those that wait would wait for ever."""
     entry = ((3000,) * 16, 64, (32, 8), 2, {})
