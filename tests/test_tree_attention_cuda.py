@@ -467,9 +467,7 @@ def test_no_number_looks_like_one_that_is_absent(dtype, bits):
     for pools in (("k_pool",), ("v_pool",), ("k_pool", "v_pool")):
         spoilt = inputs | {name: inputs[name].clone() for name in pools}
         for name in pools:
-            spoilt[name][inputs["prefix_slots"][:300].long()] = torch.tensor(
-                bits, dtype=torch.int16, device="cuda"
-            ).view(dtype)
+            spoilt[name][slots] = number
         out = cuda_kernel.tree_attention_cuda(**spoilt, variant=variant)
         torch.cuda.synchronize()
         first = out[: out.shape[0] // 2]
