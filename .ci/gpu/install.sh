@@ -1,6 +1,6 @@
 # sourced in the working tree's root: what is left of unpacking, the package, heads, tests, data
 T0=$(date +%s)
-HEADS=${HEADS:-yes}
+HEADS=${HEADS:-$(ls /tmp/heads 2>/dev/null | grep -q . && echo yes || echo no)}  # those that came
 [ -e $FLAGS/unpacked ] || { say "waiting for the unpacking"; for i in $(seq 90); do [ -e $FLAGS/unpacked ] && break; sleep 1; done; }
 [ -e $FLAGS/unpacked ] || bash $N/unpack_bg.sh
 [ -e $FLAGS/unpacked ] || return 1
@@ -22,6 +22,8 @@ python3 -m pip install -q --upgrade --no-deps --no-build-isolation --no-index --
 [ -e /tmp/site/sgl_specflow/eval/inflation.py ] || { echo "sgl_specflow is not in /tmp/site"; return 1; }
 if [ $HEADS = yes ]; then
   mkdir -p /tmp/site/sgl_specflow/drafter/heads; cp -r /tmp/heads/* /tmp/site/sgl_specflow/drafter/heads/ || return 1
+else
+  say "no heads: phases that serve SmolLM2 will fail"
 fi
 cp -r tests pyproject.toml $RUN/; mkdir -p /tmp/data; cp .gpu/data/* /tmp/data/
 (cd $RUN && python3 - <<'P'
