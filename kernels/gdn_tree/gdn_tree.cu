@@ -376,7 +376,7 @@ __device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], fl
         for (int x = 0; x < 4; ++x) r[i][x] = o[i][x] = 0.0f;
     const SharedAddress rows_at = tile_rows(at.k, 0, lane);
     uint2 next[3];  // the next step's columns are made during the first group's products
-    as_columns(s[0], next);
+    as_columns<Bf16>(s[0], next);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
         const uint2 columns[3] = {next[0], next[1], next[2]};
@@ -400,13 +400,13 @@ __device__ __forceinline__ float multiply_state_at_once(float (&r)[TILES][4], fl
 #pragma unroll
                     for (int i = 0; i < GROUP; ++i)
                         if (start + i < TILES) {
-                            mma_bf16_rows(sums[i], keys[i], columns[term]);
-                            if (term < 2) mma_bf16_rows(o[start + i], queries[i], columns[term]);
+                            mma_rows<Bf16>(sums[i], keys[i], columns[term]);
+                            if (term < 2) mma_rows<Bf16>(o[start + i], queries[i], columns[term]);
                         }
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i)
                     if (start + i < TILES) add(r[start + i], sums[i]);
-                if (start == 0 && step + 1 < K_STEPS) as_columns(s[step + 1], next);
+                if (start == 0 && step + 1 < K_STEPS) as_columns<Bf16>(s[step + 1], next);
             }
     }
     const float2* path_g = at.g + lane.row;
@@ -453,12 +453,12 @@ __device__ __forceinline__ void solve_at_once(float (&r)[TILES][4], float (&o)[T
             const uint4* diagonal = tile + tiles_before(j) * 96;
             const uint4 inverse[2] = {diagonal[0], diagonal[32]};
             uint2 right[2], u_terms[2];
-            as_columns(r[j], right);
+            as_columns<F16>(r[j], right);
             float u[4] = {}, rest[4] = {};
             mma_two_terms(u, rest, inverse, right);
 #pragma unroll
             for (int e = 0; e < 4; ++e) u[e] = r[j][e] + (u[e] + rest[e]) * (1.0f / TILE_SCALE);
-            as_columns(u, u_terms);
+            as_columns<F16>(u, u_terms);
             if (u_out) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -485,7 +485,7 @@ __device__ __forceinline__ void solve_at_once(float (&r)[TILES][4], float (&o)[T
 #pragma unroll
                     for (int i = start; i < start + 2 && i < TILES; ++i) {
                         if (i > j) mma_two_terms(sums[i - start], rest[i - start], below_x[i - start], u_terms);
-                        mma_rows(o[i], below_y[i - start], u_terms[0]);
+                        mma_rows<F16>(o[i], below_y[i - start], u_terms[0]);
                     }
 #pragma unroll
                     for (int i = start; i < start + 2 && i < TILES; ++i)
@@ -547,8 +547,8 @@ __device__ __forceinline__ void multiply_state(RowTiles& r, RowTiles& o, const S
         for (int term = GDN_STATE_BF16 ? 0 : 2; term >= 0; --term)
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                mma_bf16(term ? rest[i] : sums[i], keys[i], state[step][term].x, state[step][term].y);
-                if (term < 2) mma_bf16(o[i], queries[i], state[step][term].x, state[step][term].y);
+                Bf16::mma(term ? rest[i] : sums[i], keys[i], state[step][term]);
+                if (term < 2) Bf16::mma(o[i], queries[i], state[step][term]);
             }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) add(r[i], sums[i]);
@@ -592,7 +592,7 @@ __device__ __forceinline__ void take_out(float (*r)[4], float (*rest)[4], float 
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         mma_two_terms(sums[i], rest[i], x[i], u);
-        mma_rows(o[i], y[i], u[0]);
+        mma_rows<F16>(o[i], y[i], u[0]);
     }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
@@ -651,16 +651,16 @@ __device__ __forceinline__ void solve_panel(Columns (&u)[TILES], const StateOper
                 float whole[4] = {}, small[4] = {};
 #pragma unroll
                 for (int e = 0; e < 4; ++e) r[i][e] += rest[i][e] * (1.0f / TILE_SCALE);
-                as_columns(r[i], right);
+                as_columns<F16>(r[i], right);
                 mma_two_terms(whole, small, inverse, right);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) whole[e] = r[i][e] + (whole[e] + small[e]) * (1.0f / TILE_SCALE);
-                as_columns(whole, own);
+                as_columns<F16>(whole, own);
                 if (i + 1 < ROWS) {
                     const uint4* const below[1] = {tile[ROWS - 1] + first * 96};
                     take_out<1>(r + ROWS - 1, rest + ROWS - 1, o + ROWS - 1, below, own);
                 }
-                mma_rows(o[i], y, own[0]);
+                mma_rows<F16>(o[i], y, own[0]);
 #pragma unroll
                 for (int j = i; j + 1 < TILES; j += ROWS)
                     if (j == first + i)
@@ -861,7 +861,7 @@ __device__ __forceinline__ void verify(const VerifyArguments& in, unsigned char*
             if (!ValuePieces::EARLY) greatest_value = pieces.greatest(at, count, lane);
             const float scale = scale_of(s, greatest_value);
 #pragma unroll
-            for (int step = 0; step < K_STEPS; ++step) as_columns(s[step], state[step]);
+            for (int step = 0; step < K_STEPS; ++step) as_columns<Bf16>(s[step], state[step]);
             if (WHOLE && slice + 1 < work.end) {  // what the next slice begins with
                 column += SLICE;
                 offset += SLICE * KEY_DIM;

@@ -115,25 +115,31 @@ __device__ __forceinline__ unsigned load_scalar(const void* data, int64 i, bool 
 }
 __device__ __forceinline__ float scalar_value(unsigned bits, bool is_bf16) { return from_bits(is_bf16 ? bits << 16 : bits); }
 
-// x and y as sums of TERMS packed bfloat16 pairs.
-template <int TERMS>
-__device__ __forceinline__ void split_bf16(float x, float y, unsigned (&terms)[TERMS]) {
-#pragma unroll
-    for (int term = 0; term < TERMS; ++term) {
-        terms[term] = pack_bf16(x, y);
-        x -= low_half(terms[term]);
-        y -= high_half(terms[term]);
+// The two numbers of 16 bits that tensor cores take: float16 has 11 bits of numbers down to 2^-14, below 65520, bfloat16 has 8.
+struct Bf16 {
+    __device__ __forceinline__ static unsigned pack(float low, float high) { return pack_bf16(low, high); }
+    __device__ __forceinline__ static float low(unsigned x) { return low_half(x); }
+    __device__ __forceinline__ static float high(unsigned x) { return high_half(x); }
+    __device__ __forceinline__ static void mma(float (&c)[4], const unsigned (&a)[4], const uint2& b) {
+        mma_bf16(c, a, b.x, b.y);
     }
-}
-
-// The same of float16 terms, 11 bits each down to 2^-14, of numbers below 65520.
-template <int TERMS>
-__device__ __forceinline__ void split_f16(float x, float y, unsigned (&terms)[TERMS]) {
+};
+struct F16 {
+    __device__ __forceinline__ static unsigned pack(float low, float high) { return pack_f16(low, high); }
+    __device__ __forceinline__ static float low(unsigned x) { return low_f16(x); }
+    __device__ __forceinline__ static float high(unsigned x) { return high_f16(x); }
+    __device__ __forceinline__ static void mma(float (&c)[4], const unsigned (&a)[4], const uint2& b) {
+        mma_f16(c, a, b.x, b.y);
+    }
+};
+// x and y as sums of TERMS packed pairs.
+template <class Number, int TERMS>
+__device__ __forceinline__ void split(float x, float y, unsigned (&terms)[TERMS]) {
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) {
-        terms[term] = pack_f16(x, y);
-        x -= low_f16(terms[term]);
-        y -= high_f16(terms[term]);
+        terms[term] = Number::pack(x, y);
+        x -= Number::low(terms[term]);
+        y -= Number::high(terms[term]);
     }
 }
 
@@ -143,42 +149,33 @@ __device__ __forceinline__ void add(float (&c)[4], const float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] += x[i];
 }
+template <class Number>
 __device__ __forceinline__ void mma_rows(float (&c)[4], const uint4& x, const uint2& b) {
     const unsigned rows[4] = {x.x, x.y, x.z, x.w};
-    mma_f16(c, rows, b.x, b.y);
-}
-__device__ __forceinline__ void mma_bf16_rows(float (&c)[4], const uint4& x, const uint2& b) {
-    const unsigned rows[4] = {x.x, x.y, x.z, x.w};
-    mma_bf16(c, rows, b.x, b.y);
+    Number::mma(c, rows, b);
 }
 // A [16, 16] by [16, 8] product of two sums of two float16 terms each, without that of the two small ones: the great
 // ones' product, and the others', which may be one sum over many tiles.
 __device__ __forceinline__ void mma_two_terms(float (&great)[4], float (&small)[4], const uint4 (&a)[2], const uint2 (&b)[2]) {
-    mma_rows(great, a[0], b[0]);
-    mma_rows(small, a[1], b[0]);
-    mma_rows(small, a[0], b[1]);
+    mma_rows<F16>(great, a[0], b[0]);
+    mma_rows<F16>(small, a[1], b[0]);
+    mma_rows<F16>(small, a[0], b[1]);
 }
-// The B fragments of a C tile [16, 8], in three bfloat16 terms or two float16 terms.
-__device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[3]) {
-    unsigned first[3], second[3];
-    split_bf16(c[0], c[1], first);
-    split_bf16(c[2], c[3], second);
+// The B fragments of a C tile [16, 8], in terms.
+template <class Number, int TERMS>
+__device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[TERMS]) {
+    unsigned first[TERMS], second[TERMS];
+    split<Number>(c[0], c[1], first);
+    split<Number>(c[2], c[3], second);
 #pragma unroll
-    for (int term = 0; term < 3; ++term) b[term] = {transpose_b16(first[term]), transpose_b16(second[term])};
-}
-__device__ __forceinline__ void as_columns(const float (&c)[4], uint2 (&b)[2]) {
-    unsigned first[2], second[2];
-    split_f16(c[0], c[1], first);
-    split_f16(c[2], c[3], second);
-#pragma unroll
-    for (int term = 0; term < 2; ++term) b[term] = {transpose_b16(first[term]), transpose_b16(second[term])};
+    for (int term = 0; term < TERMS; ++term) b[term] = {transpose_b16(first[term]), transpose_b16(second[term])};
 }
 // The A fragments of a [16, 16] tile, of which c[n] are the C fragments of the column halves, in float16 terms.
 template <int TERMS>
 __device__ __forceinline__ void as_rows(const float (&c)[2][4], uint4 (&a)[TERMS]) {
     unsigned parts[4][TERMS];
 #pragma unroll
-    for (int x = 0; x < 4; ++x) split_f16(c[x >> 1][(x & 1) * 2], c[x >> 1][(x & 1) * 2 + 1], parts[x]);
+    for (int x = 0; x < 4; ++x) split<F16>(c[x >> 1][(x & 1) * 2], c[x >> 1][(x & 1) * 2 + 1], parts[x]);
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) a[term] = {parts[0][term], parts[1][term], parts[2][term], parts[3][term]};
 }

@@ -149,8 +149,8 @@ __device__ __forceinline__ void commit_path(StateColumns& s, const PathNodes& no
                 exp2_approx(float((last - nodes.g[node]) * LOG2_E)) * nodes.u[node * PATH_U_ROW + at.warp * 8 + at.row];
         }
         unsigned first[3], second[3];
-        split_bf16(weighted[0], weighted[1], first);
-        split_bf16(weighted[2], weighted[3], second);
+        split<Bf16>(weighted[0], weighted[1], first);
+        split<Bf16>(weighted[2], weighted[3], second);
 #pragma unroll
         for (int m = 0; m < K_STEPS; ++m) {
             unsigned keys[4];
