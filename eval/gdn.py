@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -204,44 +205,57 @@ def errors(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, wit
     return result
 
 
-def time_ours(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, layers: int, **options) -> float:
-    inputs = []
-    for index in range(layers):
+def verifies(
+    heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, **options
+) -> list[Callable[[], torch.Tensor]]:
+    """Verifies of several layers, each with a pending path: so many that states come from memory, as in a model."""
+    calls = []
+    for index in range(layers_of(heads, len(parents), state_dtype)):
         layer = make_layer(heads, parents, state_dtype, seed=index)
         layer.verify(**options)
         accept(layer, [list(range(min(PENDING_NODES, len(row)))) for row in parents])
-        inputs.append((layer, torch.empty_like(layer.v, memory_format=torch.contiguous_format)))
-    time = microseconds([functools.partial(layer.verify, out, **options) for layer, out in inputs])
-    if not all(out.isfinite().all() for _, out in inputs):
+        out = torch.empty_like(layer.v, memory_format=torch.contiguous_format)
+        calls.append(functools.partial(layer.verify, out, **options))
+    return calls
+
+
+def layers_of(heads: Heads, requests: int, state_dtype: torch.dtype) -> int:
+    state_bytes = requests * heads.value_heads * heads.dim**2 * state_dtype.itemsize
+    return max(3, min(48, int(ROTATED_BYTES / (2 * state_bytes))))
+
+
+def time_ours(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, **options) -> float:
+    calls = verifies(heads, parents, state_dtype, **options)
+    time = microseconds(calls)
+    if not all(call().isfinite().all() for call in calls):
         raise RuntimeError("an output is not finite")
     return time
 
 
-def time_recurrent(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, layers: int) -> float:
+def time_recurrent(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype) -> float:
     snapshots = snapshot_buffer(len(parents), len(parents[0]), heads.value_heads, heads.dim, state_dtype)
     links = torch.tensor(parents, device="cuda").clamp(min=0)
-    inputs = [make_layer(heads, parents, state_dtype, seed=index) for index in range(layers)]
+    layers = range(layers_of(heads, len(parents), state_dtype))
+    inputs = [make_layer(heads, parents, state_dtype, seed=index) for index in layers]
     return microseconds([functools.partial(recurrent, layer, links, snapshots) for layer in inputs], replays=10)
 
 
 def measure(heads: Heads, requests: int, nodes: int, state_dtype: torch.dtype, with_recurrent: bool, **options) -> dict:
     parents = random_parents(requests, nodes, seed=requests * 1000 + nodes)
-    state_bytes = requests * heads.value_heads * heads.dim**2 * state_dtype.itemsize
-    layers = max(3, min(48, int(ROTATED_BYTES / (2 * state_bytes))))
     row = {
         "requests": requests,
         "nodes": nodes,
         "key_heads": heads.key_heads,
         "value_heads": heads.value_heads,
         "state_dtype": str(state_dtype).removeprefix("torch."),
-        "recurrent_us": time_recurrent(heads, parents, state_dtype, layers) if with_recurrent else None,
-        "fused_us": time_ours(heads, parents, state_dtype, layers, **options),
+        "recurrent_us": time_recurrent(heads, parents, state_dtype) if with_recurrent else None,
+        "fused_us": time_ours(heads, parents, state_dtype, **options),
     }
     row["ratio"] = row["recurrent_us"] / row["fused_us"] if with_recurrent else None
     row |= errors(heads, parents, state_dtype, with_recurrent, **options)
     stash = TreeStash.allocate(1, nodes, heads.key_heads, heads.value_heads, heads.dim, heads.dim, "meta")
     row["extra_mb"] = stash.bytes / 1e6
-    row["recurrent_extra_mb"] = nodes * state_bytes / requests / 1e6
+    row["recurrent_extra_mb"] = nodes * heads.value_heads * heads.dim**2 * state_dtype.itemsize / 1e6
     return row
 
 
