@@ -62,6 +62,7 @@ def test_whole_heads_where_blocks_wait_for_a_multiprocessor():
     four's 192 heads 132 are whole and the others' halves follow; many requests are whole altogether."""
     whole = [cuda_kernel.whole_key_heads(16, 3 * requests, 2, 132) for requests in (1, 2, 4, 8, 64)]
     assert whole == [0, 16, 11, 16, 16]
+    assert cuda_kernel.whole_key_heads(2, 3 * 32, 2, 132) == 0  # a ninth of them whole would be no sooner done
     shapes = {nodes: cuda_kernel.select_shape(nodes, 128, 128, False, LIMITS["sm_90a"]) for nodes in (64, 65, 144, 145)}
     assert {nodes: shape.computes_whole_heads for nodes, shape in shapes.items()} == {64: 0, 65: 1, 144: 1, 145: 0}
 

@@ -139,6 +139,22 @@ def test_cuda_source_on_the_cpu(trees, heads, dims, value_slice, limit, options)
 
 
 @needs_compiler
+def test_whole_heads_beside_a_request_left_out():
+    """Its output is zero in both slices, its state and stash stay; paths of more than sixteen nodes enter."""
+    layer = make_layer(3, [parents("chain", 70), parents("recent", 75), parents("chain", 66)], 2, 4, 128)
+    shape = KernelShape(5, 128, 128, 64, False, HOPPER)
+    assert shape.computes_whole_heads
+    accept(layer, [list(range(40)), list(range(3)), list(range(17))])
+    layer.slots[1] = -1
+    halves, untouched = copy.deepcopy(layer), copy.deepcopy(layer)
+    out = gdn_on_cpu.verify_on_cpu(shape, layer, 0.1, whole=1, order=3)
+    assert torch.equal(out, gdn_on_cpu.verify_on_cpu(shape, halves, 0.1))
+    assert not out[75:150].any() and out[:70].any() and not out[70:75].any()
+    assert torch.equal(layer.state, halves.state) and torch.equal(layer.stash.u, halves.stash.u)
+    assert torch.equal(layer.stash.u[layer.rows[1]], untouched.stash.u[layer.rows[1]])
+
+
+@needs_compiler
 @pytest.mark.parametrize("nodes", [40, 100, 256])
 @pytest.mark.parametrize(
     "values, outlier, state",

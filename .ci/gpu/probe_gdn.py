@@ -30,9 +30,9 @@ def build(name: str, folder: Path, nodes: list[int]) -> None:
     for count in nodes:
         shape = form.select_shape(count, 128, 128, False, 232448)
         cubin = compile_cubin("gdn_tree", (folder / "gdn_tree.cu").read_text(), headers, shape.defines(), "sm_90a")
-        (CUBINS / f"{name}-{count}.cubin").write_bytes(cubin)
+        (CUBINS / f"{name}-{shape.tiles * 16}.cubin").write_bytes(cubin)
         about = {"threads": shape.warps * 32, "shared_bytes": shape.shared_bytes}
-        (CUBINS / f"{name}-{count}.json").write_text(json.dumps(about))
+        (CUBINS / f"{name}-{shape.tiles * 16}.json").write_text(json.dumps(about))
 
 
 def time(shapes: list[tuple[int, int]]) -> None:
@@ -60,7 +60,7 @@ def time(shapes: list[tuple[int, int]]) -> None:
         used.update(kernels)
         row = []
         for requests, nodes in shapes:
-            if nodes not in used:
+            if -(-nodes // 16) * 16 not in used:
                 row.append("-".rjust(8))
                 continue
             if (requests, nodes) not in calls:

@@ -269,25 +269,31 @@ def verify_grid(shape: KernelShape, arguments: VerifyArguments, requests: int) -
     return heads.group, requests, arguments.whole + (heads.key_heads - arguments.whole) * shape.slices
 
 
-WHOLE_HEAD_COST = 1.6  # the time of a block that computes two slices, over that of one slice (H200, 128 nodes)
+# The time of a block that computes two slices, over that of one slice (H200, 128 nodes). Each further one is taken to add as
+# much.
+WHOLE_HEAD_COST = 1.6
 
 
 @functools.cache
-def whole_key_heads(key_heads: int, blocks: int, slices: int, multiprocessors: int) -> int:
-    """For how many key heads blocks should compute all slices of a value head, where `blocks` value heads, those of all
-    requests, belong to each: everything is done soonest when each multiprocessor takes the next block, whole ones first."""
+def whole_key_heads(key_heads: int, heads_of_each: int, slices: int, multiprocessors: int) -> int:
+    """For how many key heads blocks should compute all slices of a value head. heads_of_each: the value heads of a key
+    head, of all requests. With the number returned everything is done soonest when each multiprocessor takes the next
+    block, whole ones first; none is best of equals, since the kernel for slices alone is the faster one for those."""
     whole_cost = 1 + (slices - 1) * (WHOLE_HEAD_COST - 1)
 
     def time(whole: int) -> float:
         ends = [0.0] * multiprocessors
-        for cost, count in ((whole_cost, whole * blocks), (1.0, (key_heads - whole) * slices * blocks)):
+        for cost, count in (
+            (whole_cost, whole * heads_of_each),
+            (1.0, (key_heads - whole) * slices * heads_of_each),
+        ):
             for _ in range(count):
                 heapq.heapreplace(ends, ends[0] + cost)
         return max(ends)
 
-    if key_heads * blocks > 16 * multiprocessors:
+    if key_heads * heads_of_each > 16 * multiprocessors:
         return key_heads
-    return min(range(key_heads, -1, -1), key=time)
+    return min(range(key_heads + 1), key=lambda whole: (time(whole), whole > 0, -whole))
 
 
 @functools.cache

@@ -2,10 +2,9 @@
 // state on the way. docs/gdn.md derives it; tiled.py is the same algorithm in PyTorch.
 //
 // A block computes SLICE value columns of one value head of one request, or all of them, SLICE at a time, where there are more
-// blocks than run at once. The columns of U and O do not depend on each
-// other, so each warp owns 8 of them from the state to the output; warps meet only to make X and Y, the two matrices over
-// pairs of nodes, in panels of row tiles. Raw k and q enter the tensor cores as they are (bfloat16, exact); their
-// norms are factors, applied in float32:
+// blocks than run at once. The columns of U and O do not depend on each other, so each warp owns 8 of them from the state to the
+// output; warps meet only to make X and Y, the two matrices over pairs of nodes, in panels of row tiles. Raw k and q enter the
+// tensor cores as they are (bfloat16, exact); their norms are factors, applied in float32:
 //     u_i = b_i (v_i - e^{G_i} r_i S k_i - sum_j e^{G_i - G_j} r_i r_j (k_j . k_i) u_j),  r_i = 1 / |k_i|
 //     o_i = scale s_i (e^{G_i} S q_i + sum_j e^{G_i - G_j} r_j (k_j . q_i) u_j),          s_i = 1 / |q_i|
 //     S  <- e^{G_p} S + sum_j e^{G_p - G_j} u'_j k_j^T  over the accepted path that ends at p, u'_j = r_j u_j
@@ -244,7 +243,7 @@ __device__ __forceinline__ void build_panel(const Shared& at, int panel, int end
     const int before = tiles_before(panel), total = tiles_before(end) - before;
     // A warp's tiles follow each other in a row, whose fragments stay in registers where those are free.
     constexpr int KEPT = TILES <= 4 || OVERLAID ? 0 : K_STEPS;
-    // Of warps w and w + 4, which share a part of the multiprocessor, one has the greater share (1 % more where OVERLAID).
+    // Of warps w and w + 4, which share a part of the multiprocessor, one has the greater share (where OVERLAID that took 1 % longer).
     const int rank = OVERLAID ? lane.warp : lane.warp ^ (lane.warp >> 2 & 1);
     int i = panel, loaded = -1;
     unsigned keys[KEPT + 1][4], queries[KEPT + 1][4];
@@ -823,7 +822,7 @@ __device__ __forceinline__ void verify(const VerifyArguments& in, unsigned char*
     const int own_column = lane.warp * 8 + 2 * lane.pair, rows_left = count - lane.row;
 #pragma unroll 1
     for (int slice = work.slice;;) {
-        if constexpr (AT_ONCE || WHOLE || OVERLAID) keep(lane);  // 3 to 10 % less time on an H200; else 1 % more
+        if constexpr (AT_ONCE || WHOLE || OVERLAID) keep(lane);  // 3 to 10 % less time on an H200; otherwise 1 % more
         float* u_out = nullptr;
         if (row >= 0) {
             stash_nodes(at, in, work, pending, slice, count);

@@ -45,9 +45,10 @@ constexpr int SHARED_BYTES = OTHER_BYTES + STAGED_BYTES + TILES_BYTES - LEFT_OUT
 static_assert(SHARED_BYTES == GDN_SHARED_BYTES, "cuda_kernel.py computes another amount of shared memory");
 // Blocks that a multiprocessor holds: two where memory and, without spills, registers allow it.
 constexpr int BLOCKS = TILES <= 4 && THREADS <= 256 && 2 * (SHARED_BYTES + 1024) <= GDN_SHARED_LIMIT + 1024 ? 2 : 1;
-// A block may compute all slices of a head where X and Y stay in memory for them, and k, q and v are not overwritten.
+// A block may compute all slices of a head where X, Y, k and q stay in shared memory from slice to slice.
 constexpr bool WHOLE_HEADS = SLICES > 1 && PANEL == TILES && !AT_ONCE && !OVERLAID;
-static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0 && SLICE <= KEY_DIM, "unsupported head dimensions");
+static_assert(VALUE_DIM % SLICE == 0 && KEY_DIM % 64 == 0 && (KEY_DIM & (KEY_DIM - 1)) == 0 && SLICE <= KEY_DIM,
+              "unsupported head dimensions");
 
 struct Stash {
     float* u;           // [rows, value heads, nodes, VALUE_DIM]: u' of the last verify
@@ -98,7 +99,7 @@ struct Lane {
     int warp, lane, row, pair;
     __device__ Lane() : warp(threadIdx.x / 32), lane(threadIdx.x % 32), row(lane / 4), pair(lane % 4) {}
 };
-// Nothing that depends on the lane is computed before this.
+// The compiler computes nothing of the lane's before this, to keep it in registers until it is used.
 __device__ __forceinline__ void keep(Lane& at) {
     keep(at.warp);
     keep(at.lane);
@@ -192,8 +193,8 @@ __device__ __forceinline__ SharedAddress tile_rows(bf16* rows, int tile, const L
 __device__ __forceinline__ SharedAddress tile_columns(bf16* rows, int tile, const Lane& at) {
     return shared_address(row_piece(rows, tile * 16 + (at.lane & 7) + (at.lane >> 4) * 8, at.lane >> 3 & 1));
 }
-// The fragments of columns 16 step .. + 15, `bytes` (whole rows) further on: a row begins at a multiple of its size, so that the
-// order of its pieces is the first one's but for one operation.
+// The fragments of columns 16 step .. + 15, `bytes` (whole rows) further on: a row's size is a power of two, and it begins at a
+// multiple of it, so one operation gives the place of a piece from that of the first.
 __device__ __forceinline__ void load_step(unsigned (&m)[4], SharedAddress tile, int step, int bytes = 0) {
     load_matrix_x4(m, (tile ^ (step * 32u)) + bytes);
 }

@@ -136,7 +136,8 @@ def tree_attention_cuda(
     once before a CUDA graph is captured. The same input gives the same bits. variant: `chosen`'s. Where it has splits,
     launches whose scratch has the same size share it (`_scratch`), and launches on a device must not run at the same time:
     those of one stream, on which any number of graphs may be replayed, never do. Nothing may write prefix_indptr while the
-    kernel runs: blocks that read other lengths than those that they wait for would wait for ever.
+    kernel runs: blocks that read other lengths than those that they wait for would wait for ever, or leave parts
+    that a later launch takes for its own.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -4,7 +4,8 @@
 // A request's keys are one sequence, the committed prefix and then the nodes, in tiles of 64. The rows of a block are (node,
 // head) pairs of one kv head. SPLITS blocks have the same rows and share the tiles, as many of them as there are tiles at
 // most: which block takes which follows prefix_indptr, read on the device, so one CUDA graph serves all lengths. All wait for
-// the slowest, so where one tile more for some is a sixteenth of that for each, shares are even to 16 keys, the rest.
+// the slowest, so where whole tiles would give some blocks one more, and an even division none more than 16 keys beyond its
+// whole tiles, shares are even to 16 keys; those 16 are the share's rest.
 //
 // At the end each block leaves the sums, peaks and totals of its rows, its part, in scratch in global memory, and merges a
 // part of the rows, in the order of the blocks: the bits do not depend on who comes last. Who waits must not keep from running
@@ -825,7 +826,7 @@ struct Rows {
         for (int i = 0; i < 2; ++i) {
             const int row = first + lane / 4 + i * 8;
             const float own = whole(i);
-            float unit = unknown(1.0f);  // products: ptxas would place sums for the stores, and move them for wgmma
+            float unit = unknown(1.0f);  // A product gives the one NaN; and ptxas would place sums for the stores, and move them for wgmma.
 #if !HALF
             float most = 0.0f;
 #pragma unroll
