@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -205,10 +204,9 @@ def errors(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, wit
     return result
 
 
-def verifies(
-    heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, **options
-) -> list[Callable[[], torch.Tensor]]:
-    """Verifies of several layers, each with a pending path: so many that states come from memory, as in a model."""
+def verifies(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, **options) -> list[functools.partial]:
+    """Verifies of several layers, each with a pending path: so many that states come from memory, as in a model. Their one
+    argument is the output."""
     calls = []
     for index in range(layers_of(heads, len(parents), state_dtype)):
         layer = make_layer(heads, parents, state_dtype, seed=index)
@@ -219,15 +217,19 @@ def verifies(
     return calls
 
 
+def state_bytes(heads: Heads, state_dtype: torch.dtype) -> int:
+    """Of a layer and request."""
+    return heads.value_heads * heads.dim**2 * state_dtype.itemsize
+
+
 def layers_of(heads: Heads, requests: int, state_dtype: torch.dtype) -> int:
-    state_bytes = requests * heads.value_heads * heads.dim**2 * state_dtype.itemsize
-    return max(3, min(48, int(ROTATED_BYTES / (2 * state_bytes))))
+    return max(3, min(48, int(ROTATED_BYTES / (2 * requests * state_bytes(heads, state_dtype)))))
 
 
 def time_ours(heads: Heads, parents: list[list[int]], state_dtype: torch.dtype, **options) -> float:
     calls = verifies(heads, parents, state_dtype, **options)
     time = microseconds(calls)
-    if not all(call().isfinite().all() for call in calls):
+    if not all(out.isfinite().all() for call in calls for out in call.args):
         raise RuntimeError("an output is not finite")
     return time
 
@@ -255,7 +257,7 @@ def measure(heads: Heads, requests: int, nodes: int, state_dtype: torch.dtype, w
     row |= errors(heads, parents, state_dtype, with_recurrent, **options)
     stash = TreeStash.allocate(1, nodes, heads.key_heads, heads.value_heads, heads.dim, heads.dim, "meta")
     row["extra_mb"] = stash.bytes / 1e6
-    row["recurrent_extra_mb"] = nodes * heads.value_heads * heads.dim**2 * state_dtype.itemsize / 1e6
+    row["recurrent_extra_mb"] = nodes * state_bytes(heads, state_dtype) / 1e6
     return row
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
+from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin, multiprocessors
 
 SOURCE = Path(__file__).with_name("fp8_linear.cu")
 HEADER = SOURCE.with_name("few_rows.cuh")
@@ -211,11 +211,6 @@ def alternatives(
     times = {variant: block_time(variant, depth, features, multiprocessors) for variant in found}
     chosen = times[choose(dtype, rows, depth, features, multiprocessors)]
     return [variant for variant in found if times[variant] <= max(chosen, worst * min(times.values()))]
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

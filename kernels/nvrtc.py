@@ -30,6 +30,11 @@ def architecture(device: int) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def compile_cubin(name: str, source: str, headers: dict[str, str], defines: dict[str, int], architecture: str) -> bytes:
     """Machine code of `source` for `architecture` ("sm_90a"), from the disk where the same was compiled before.
 

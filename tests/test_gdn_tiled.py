@@ -144,7 +144,9 @@ def test_whole_heads_beside_a_request_left_out():
     layer = make_layer(3, [parents("chain", 70), parents("recent", 75), parents("chain", 66)], 2, 4, 128)
     shape = KernelShape(5, 128, 128, 64, False, HOPPER)
     assert shape.computes_whole_heads
+    gdn_on_cpu.verify_on_cpu(shape, layer, 0.1)
     accept(layer, [list(range(40)), list(range(3)), list(range(17))])
+    layer.new_nodes(4)
     layer.slots[1] = -1
     halves, untouched = copy.deepcopy(layer), copy.deepcopy(layer)
     out = gdn_on_cpu.verify_on_cpu(shape, layer, 0.1, whole=1, order=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from sgl_specflow.kernels.gdn_tree.stash import PendingPaths, TreeStash
-from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
+from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin, multiprocessors
 
 SOURCE = Path(__file__).with_name("gdn_tree.cu")
 HEADERS = [SOURCE.with_name(name) for name in ("intrinsics.cuh", "layout.cuh", "state.cuh")]
@@ -63,10 +63,8 @@ class KernelShape:
         return apart - tiles - staged - self._value_bytes + max(tiles, staged)
 
     def _bytes_apart(self, panel: int) -> int:
-        nodes = self.tiles * TILE
-        rows = 2 * nodes * self.key_dim * 2  # k and q
-        words = -(-nodes // 32)
-        vectors = nodes * 20 + nodes * words * 4 + self.tiles * 4
+        rows = 2 * self._nodes * self.key_dim * 2  # k and q
+        vectors = self._nodes * (20 + self._words * 4) + self.tiles * 4
         return rows + self._path_bytes + vectors + self._panel_bytes(panel) + self._staged_bytes + self._value_bytes
 
     def _panel_bytes(self, panel: int) -> int:
@@ -74,11 +72,19 @@ class KernelShape:
 
     @property
     def _staged_bytes(self) -> int:
-        return self._state_bytes + -(-self.tiles * TILE // 32) * 1024  # the state and the sums of decays
+        return self._state_bytes + self._words * 1024  # the state and the sums of decays
 
     @property
     def _value_bytes(self) -> int:
-        return self.tiles * TILE * self.value_slice * 2
+        return self._nodes * self.value_slice * 2
+
+    @property
+    def _nodes(self) -> int:
+        return self.tiles * TILE
+
+    @property
+    def _words(self) -> int:
+        return -(-self._nodes // 32)  # of ancestor bits
 
     @property
     def _state_bytes(self) -> int:
@@ -302,11 +308,6 @@ def shared_limit(device: int) -> int:
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def load(shape: KernelShape, device: int) -> LoadedKernels:
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current before the driver loads into it
@@ -329,14 +330,8 @@ def launch_verify(shape: KernelShape, arguments: VerifyArguments, requests: int,
             heads.key_heads, heads.group * requests, shape.slices, multiprocessors(device)
         )
     grid = verify_grid(shape, arguments, requests)
-    _launch(
-        shape,
-        "gdn_tree_verify_heads" if arguments.whole else "gdn_tree_verify",
-        grid,
-        shape.shared_bytes,
-        arguments,
-        device,
-    )
+    name = "gdn_tree_verify_heads" if arguments.whole else "gdn_tree_verify"
+    _launch(shape, name, grid, shape.shared_bytes, arguments, device)
 
 
 def launch_flush(shape: KernelShape, arguments: FlushArguments, requests: int, layers: int, device: int) -> None:

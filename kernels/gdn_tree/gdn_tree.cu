@@ -723,15 +723,6 @@ struct ValuePieces {
     __device__ __forceinline__ static unsigned max_of(unsigned x, unsigned y) { return x > y ? x : y; }
 };
 
-// Rows of padding, and of requests left out, are zero.
-__device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from, int head, int column) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < (int(in.nodes) - from) * (SLICE / 2); i += THREADS) {
-        const int64 token = int64(blockIdx.y) * in.nodes + from + i / (SLICE / 2);
-        reinterpret_cast<unsigned*>(in.out + (token * in.heads.value_heads + head) * VALUE_DIM + column)[i % (SLICE / 2)] = 0;
-    }
-}
-
 // What a block computes: slices from `slice` to `end` of a value head.
 struct Work {
     int request, key_head, head, slice, end;
@@ -743,6 +734,17 @@ struct Work {
         head = key_head * int(in.heads.group) + blockIdx.x;
     }
 };
+
+// Rows of padding, and of requests left out, are zero.
+__device__ __forceinline__ void write_zeros(const VerifyArguments& in, int from, const Work& work) {
+    for (int slice = work.slice; slice < work.end; ++slice)
+#pragma unroll 1
+        for (int i = threadIdx.x; i < (int(in.nodes) - from) * (SLICE / 2); i += THREADS) {
+            const int64 token = int64(blockIdx.y) * in.nodes + from + i / (SLICE / 2);
+            bf16* row = in.out + (token * in.heads.value_heads + work.head) * VALUE_DIM + slice * SLICE;
+            reinterpret_cast<unsigned*>(row)[i % (SLICE / 2)] = 0;
+        }
+}
 
 // The stash's part that a block writes with a slice: G with the first, and its share of the raw k, which all slices of all value
 // heads of a key head have in common.
@@ -785,7 +787,7 @@ __device__ __forceinline__ void verify(const VerifyArguments& in, unsigned char*
 
     const int count = max(0, min(given, nodes)), tiles = (count + 15) / 16;
     if (slot < 0 || count <= 0) {
-        for (int slice = work.slice; slice < work.end; ++slice) write_zeros(in, 0, head, slice * SLICE);
+        write_zeros(in, 0, work);
         copy_async_wait<0>();
         return;
     }
@@ -798,7 +800,7 @@ __device__ __forceinline__ void verify(const VerifyArguments& in, unsigned char*
     copy_async_wait<1>();
     if (count < nodes) {
         clear_rows(at, count, tiles);
-        for (int slice = work.slice; slice < work.end; ++slice) write_zeros(in, count, head, slice * SLICE);
+        write_zeros(in, count, work);
     }
     __syncthreads();
     sum_paths(at, tiles);

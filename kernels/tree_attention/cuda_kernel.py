@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import torch
-from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin
+from sgl_specflow.kernels.nvrtc import LoadedKernels, architecture, compile_cubin, multiprocessors
 from sgl_specflow.kernels.tree_attention.cuda_variant import DTYPES, Variant, choose, grid_of
 
 SOURCE = Path(__file__).with_name("tree_attention.cu")
@@ -248,10 +248,9 @@ def chosen(
     return choose(dtype, num_requests, num_nodes, num_kv_heads, group, head_dim, capped, wgmma, blocks_at_once(device))
 
 
-@functools.cache
 def blocks_at_once(device: int) -> int:
     """A multiprocessor runs one: its shared memory is not enough for two."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(device)
 
 
 def runs_at_once(q: torch.Tensor, k_pool: torch.Tensor, ancestors: torch.Tensor, logit_cap: float = 0.0) -> bool:
